@@ -1,0 +1,131 @@
+"""The commands, one short function each.
+
+    lockstep recipes                     what there is
+    lockstep train RECIPE [flags]        train; RECIPE is a name or file.py:Class; --help lists its flags
+    lockstep sample RUN [--n 64 ...]     generate with what was trained
+    lockstep test RUN                    metrics on the test set
+"""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import config, distributed, launch, recipe, run, use
+from .trainer import Diverged, Outcome, OutOfLockstep, Trainer
+
+Arguments = list[str]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line. Ends the process."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    finish(lambda: _dispatch(words))
+
+
+def _dispatch(words: Arguments) -> int:
+    commands = {"recipes": _recipes, "train": _train, "sample": _sample, "test": _test}
+    if not words or words[0] in ("-h", "--help", "help"):
+        print((__doc__ or "").strip())
+        return 0
+    if words[0] not in commands:
+        raise ValueError(f"there is no command {words[0]!r}{recipe.nearest(words[0], commands)}; see lockstep --help")
+    return commands[words[0]](words[1:])
+
+
+def _recipes(_: Arguments) -> int:
+    for name, point in sorted(recipe.installed().items()):
+        found = point.load()
+        presets = f"  presets: {', '.join(found.presets)}" if found.presets else ""
+        print(f"{name:12} {(found.__doc__ or '').strip().splitlines()[0]}{presets}")
+    return 0
+
+
+def _train(words: Arguments) -> int:
+    if not words or words[0].startswith("-"):
+        raise ValueError("say what to train: lockstep train RECIPE [flags]; `lockstep recipes` lists the recipes")
+    return train_recipe(recipe.find(words[0]), words[1:], ["-m", "lockstep", "train", *words])
+
+
+def train_recipe(found: type[recipe.Recipe], flags: Arguments, command: Arguments) -> int:
+    """Train as `flags` say; `command` is what starts this very thing again as one of several processes."""
+    request = config.parse(found, flags, f"lockstep train {found.name}")
+    nproc = launch.processes(request.train.hardware)
+    if nproc > 1:
+        return launch.start(nproc, command)
+    with distributed.session(request.train.hardware) as world:
+        place = world.decide(lambda: run.settle(request))
+        outcome = Trainer(request, world, place).fit()
+    if world.is_main:
+        _farewell(outcome, found)
+    return _status(outcome)
+
+
+def _farewell(outcome: Outcome, found: type[recipe.Recipe]) -> None:
+    if outcome.stopped_by not in (None, "patience"):
+        print(f"stopped by {outcome.stopped_by} after step {outcome.step}, everything is saved; go on with:")
+        print(f"    lockstep train {found.spec} --resume {outcome.folder}")
+        return
+    if outcome.stopped_by:
+        print(f"stopped early at step {outcome.step}: no better evaluation for a while")
+    for path in (*outcome.made, outcome.folder / "checkpoints" / f"step-{outcome.step:08d}"):
+        print(path)
+    for name in ("model.pth", "model.safetensors"):
+        print(outcome.folder / name)
+
+
+def _status(outcome: Outcome) -> int:
+    if outcome.stopped_by in (None, "patience"):
+        return 0
+    return 130 if outcome.stopped_by == signal.SIGINT.name else launch.REQUEUE
+
+
+def _sample(words: Arguments) -> int:
+    return use.sample(words)
+
+
+def _test(words: Arguments) -> int:
+    return use.test(words)
+
+
+def finish(act: Callable[[], int]) -> None:
+    """Run a command to its exit status; what goes wrong is said once, by the rank that met it first."""
+    status = 1
+    try:
+        status = act()
+    except ValueError as error:
+        status = 2
+        _say(f"lockstep: {error}")
+    except (Diverged, OutOfLockstep) as error:
+        _say(f"lockstep: {error}")
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except Exception:
+        _say(f"{_rank()}{traceback.format_exc()}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status and "RANK" in os.environ:
+        os._exit(status)  # other ranks may be gone: whatever would still talk to them at exit must not
+    sys.exit(status)
+
+
+def _say(text: str) -> None:
+    if distributed.first_to_fail():
+        print(text, file=sys.stderr)
+
+
+def _rank() -> str:
+    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+
+
+def train(found: type[recipe.Recipe], argv: Sequence[str] | None = None) -> None:
+    """`lockstep train` from a script of your own: `train(MyRecipe)` under `if __name__ == "__main__"`."""
+    flags = list(sys.argv[1:] if argv is None else argv)
+    script = Path(sys.argv[0])
+    if not found.spec:
+        recipe.introduce(found, script.parent.resolve().name, f"{script}:{found.__name__}")
+    finish(lambda: train_recipe(found, flags, [str(script), *flags]))

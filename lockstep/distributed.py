@@ -1,0 +1,233 @@
+"""The process group: who we are, on which device, and how ranks agree.
+
+`session` makes the group from the environment that torchrun (or a debugger, or a scheduler) sets, and takes it down
+again. Without that environment the world has one rank and every method here does the plain thing.
+"""
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import Hardware
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_FAILED = "lockstep/failed"
+_failures: dist.Store | None = None
+
+
+@dataclass
+class World:
+    """This process among the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "none"
+    control: dist.ProcessGroup | None = None
+    """A gloo group of its own for small messages between the hosts; never waits for a device."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Added up over all ranks, in place, on the tensor's device."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in order, on rank 0; an empty list on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, values, dst=0, group=self.control)
+        return values or []
+
+    def decide(self, act: Callable[[], Any]) -> Any:
+        """Rank 0 acts, every rank gets the result; what rank 0 finds wrong is wrong on all of them."""
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = act()
+            except ValueError as wrong:
+                error = str(wrong)
+        result, error = self.broadcast((result, error))
+        if error is not None:
+            raise ValueError(error)
+        return result
+
+    def barrier(self) -> None:
+        """Wait for all ranks; the one that is late is named when the time is up."""
+        if self.control is not None:
+            dist.monitored_barrier(self.control, wait_all_ranks=True)
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has failed before: only the first failure is worth the user's eyes."""
+    if _failures is None:  # before ranks know each other they all find the same thing wrong
+        return os.environ.get("RANK", "0") == "0"
+    try:
+        return _failures.add(_FAILED, 1) == 1
+    except Exception:  # the store died with the process that failed first
+        return False
+
+
+class Vote:
+    """A number from every rank at every step; the largest is known to all one step later, so that nobody waits.
+
+    All ranks learn the same answer at the same step.
+    """
+
+    def __init__(self, world: World):
+        self.world = world
+        self._ballot = torch.zeros(1, dtype=torch.int32)
+        self._work: dist.Work | None = None
+
+    def cast(self, number: int) -> int:
+        """Cast this step's vote; the answer is that of the step before (in a world of one: of this step)."""
+        if self.world.size == 1:
+            return number
+        answer = self.finish()
+        self._ballot.fill_(number)
+        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
+        return answer
+
+    def finish(self) -> int:
+        """The answer of the last vote that was cast."""
+        if self._work is None:
+            return 0
+        self._work.wait()
+        self._work = None
+        return int(self._ballot.item())
+
+
+class Signals:
+    """Ctrl-C and a scheduler's signals, taken as a wish to stop after the step. A second one ends the process."""
+
+    KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received = 0
+        """The number of the first one that came."""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            for kind in self.KINDS:
+                self._before[kind] = signal.signal(kind, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for kind, handler in self._before.items():
+            signal.signal(kind, handler)
+
+    def _take(self, number: int, _: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+
+
+@contextmanager
+def session(hardware: Hardware) -> Iterator[World]:
+    """The world, from first contact to a clean end."""
+    world = connect(hardware)
+    yield world
+    disconnect(world)  # not after an exception: to wait for the others then would be to hang with them
+
+
+def connect(hardware: Hardware) -> World:
+    """Join the process group that the environment describes, or be a world of one."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return World(device=pick_device(hardware, 0))
+    missing = [name for name in ENVIRONMENT if name not in os.environ and name != "LOCAL_RANK"]
+    if missing:
+        raise ValueError(f"RANK or WORLD_SIZE is set but not {', '.join(missing)}; torchrun sets them all")
+    local_rank = int(os.environ.get("LOCAL_RANK", hardware.local_rank or 0))
+    device = pick_device(hardware, local_rank)
+    timeout = timedelta(seconds=hardware.timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=_id(device))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise ValueError(_explain(error, where, hardware.timeout)) from None
+    control = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+    world = World(rank, size, local_rank, device, "nccl" if device.type == "cuda" else "gloo", control)
+    if size > 1:
+        global _failures
+        _failures = store
+        _watch_for_failures(store.clone())
+    return world
+
+
+def _id(device: torch.device) -> torch.device | None:
+    return device if device.type == "cuda" else None
+
+
+def _explain(error: Exception, where: str, timeout: float) -> str:
+    if "EADDRINUSE" in str(error) or "in use" in str(error):
+        return f"the port of {where} is in use; choose another with --master_port or MASTER_PORT"
+    return (
+        f"could not meet the other ranks at {where} within {timeout:g} s (--timeout): are all "
+        f"{os.environ['WORLD_SIZE']} of them started, and can they reach that address? ({str(error).splitlines()[0]})"
+    )
+
+
+def disconnect(world: World) -> None:
+    """Leave the group. Wrapped models must be gone by now: a live DDP object makes gloo abort at exit."""
+    if dist.is_initialized():
+        gc.collect()
+        world.barrier()
+        dist.destroy_process_group()
+
+
+def pick_device(hardware: Hardware, local_rank: int) -> torch.device:
+    """The device of this rank; more ranks than GPUs is an error, never a silent sharing."""
+    gpus = torch.cuda.device_count()
+    if hardware.device == "cuda" and gpus == 0:
+        raise ValueError("--device cuda, but no GPU is visible (CUDA_VISIBLE_DEVICES?); use --device cpu")
+    if hardware.device == "cpu" or gpus == 0:
+        return torch.device("cpu")
+    if local_rank >= gpus:
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: {gpus} visible; start {gpus} processes or use --device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _watch_for_failures(store: dist.Store, period: float = 1.0, grace: float = 5.0) -> None:
+    """End this process when another rank has failed: the main thread may be stuck in a collective with it."""
+
+    def watch() -> None:
+        pause = threading.Event()
+        with suppress(Exception):  # no store any more: the group is gone, and so is our task
+            while not store.check([_FAILED]):
+                pause.wait(period)
+            pause.wait(grace)
+            os._exit(1)
+
+    threading.Thread(target=watch, name="lockstep-failures", daemon=True).start()

@@ -1,0 +1,67 @@
+"""One process becomes many: torchrun's elastic agent, started from here on a free port."""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from .config import Hardware
+
+REQUEUE = 75
+"""Exit status of a run that a scheduler's signal stopped and that can go on: EX_TEMPFAIL of sysexits.h."""
+
+
+def processes(hardware: Hardware) -> int:
+    """How many processes to start here. One, if others were started already."""
+    if "RANK" in os.environ:
+        return 1
+    gpus = 0 if hardware.device == "cpu" else torch.cuda.device_count()
+    wanted = max(1, gpus) if hardware.nproc == "auto" else int(hardware.nproc)
+    if gpus and wanted > gpus:
+        raise ValueError(f"--nproc {wanted}, but {gpus} GPU(s) are visible; use --nproc {gpus} or --device cpu")
+    return wanted
+
+
+def start(nproc: int, command: list[str], patience: int = 120) -> int:
+    """Run `command` (what follows `python`) in `nproc` ranks; its exit status. `patience`: seconds to end after a signal."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks speak for themselves
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        )
+        os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(patience)
+        try:
+            elastic_launch(config, sys.executable)("-u", *command)
+        except SignalException as stop:
+            return 130 if stop.sigval == signal.SIGINT else REQUEUE
+        except ChildFailedError as error:
+            return _status(error)
+    return 0
+
+
+def _status(error: ChildFailedError) -> int:
+    """The first failure's exit status. A rank that could not speak any more is spoken for."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode >= 0:
+        return failure.exitcode
+    name = signal.Signals(-failure.exitcode).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    sys.stderr.write(f"lockstep: rank {rank} was ended by {name}{hint}\n")
+    return 128 - failure.exitcode

@@ -1,0 +1,184 @@
+"""Where the images come from: drawn, CIFAR-10's binary files, or a folder with one sub-folder a class.
+
+    load(None, "train", side=32)                 # the embedded shapes
+    load("data/cifar", "val", side=32)           # data_batch_1.bin ... test_batch.bin, or a folder that holds them
+    load("data/flowers", "train", side=64)       # flowers/[train/]rose/*.jpg, flowers/[train/]tulip/*.jpg, ...
+
+Items are dicts of `image`, (3, side, side) uint8, and `label`, an int64 scalar.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from ...recipe import Split
+from ..shapes import Shapes
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+CIFAR_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CIFAR_SIDE = 32
+_CIFAR_RECORD = 1 + 3 * _CIFAR_SIDE * _CIFAR_SIDE
+_CIFAR_TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+_CIFAR_TEST = "test_batch.bin"
+
+
+class Images(Protocol):
+    """A labelled image set: the names of its classes, and where it comes from in a few words."""
+
+    names: tuple[str, ...]
+    source: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]: ...
+
+
+def load(path: str | None, split: Split, side: int) -> Images | None:
+    """The images of one split, `side` pixels high and wide; None where the data have no such split."""
+    if path is None:
+        return Shapes(split, side=side)
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"data_path is a folder, {path} is {'a file' if folder.exists() else 'not there'}; correct it")
+    for place in (folder, folder / "cifar-10-batches-bin"):
+        if any(place.glob("data_batch_*.bin")) or (place / _CIFAR_TEST).is_file():
+            return _cifar(place, split, side)
+    return _folder(folder, split, side)
+
+
+def describe(images: Images) -> str:
+    return f"{images.source}, {len(images):,} images of {len(images.names)} classes"
+
+
+class CifarImages:
+    """CIFAR-10's binary files, memory-mapped: records of a label and 32×32 red, green and blue values."""
+
+    names = CIFAR_NAMES
+
+    def __init__(self, files: Sequence[Path]):
+        self.source = f"CIFAR-10 binary in {files[0].parent}"
+        self.parts = [_cifar_records(file) for file in files]
+        self.starts = np.cumsum([0] + [len(part) for part in self.parts])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"the set has the images 0 to {len(self) - 1}")
+        part = int(np.searchsorted(self.starts, i, side="right")) - 1
+        record = torch.from_numpy(np.array(self.parts[part][i - self.starts[part]]))
+        return {"image": record[1:].view(3, _CIFAR_SIDE, _CIFAR_SIDE), "label": record[0].to(torch.int64)}
+
+
+def _cifar(place: Path, split: Split, side: int) -> CifarImages:
+    if side != _CIFAR_SIDE:
+        raise ValueError(f"CIFAR-10 images are {_CIFAR_SIDE} pixels a side, img_size is {side}; leave it out")
+    files = [place / name for name in (_CIFAR_TRAIN if split == "train" else (_CIFAR_TEST,))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"CIFAR-10 in {place} lacks {', '.join(missing)}; unpack the binary version again")
+    return CifarImages(files)
+
+
+def _cifar_records(file: Path) -> np.ndarray:
+    """(n, 3073) uint8."""
+    size = file.stat().st_size
+    if size == 0 or size % _CIFAR_RECORD:
+        raise ValueError(
+            f"a CIFAR-10 file is a multiple of {_CIFAR_RECORD} bytes, {file} has {size}; download it again"
+        )
+    records = np.memmap(file, dtype=np.uint8, mode="r").reshape(-1, _CIFAR_RECORD)
+    highest = int(records[:, 0].max())
+    if highest >= len(CIFAR_NAMES):
+        raise ValueError(f"CIFAR-10 labels are 0 to 9, {file} holds {highest}; it is another file or a damaged one")
+    return records
+
+
+class FolderImages:
+    """Image files with their labels, read when asked for: the middle square, resized, in RGB."""
+
+    def __init__(self, files: Sequence[tuple[Path, int]], names: tuple[str, ...], side: int, source: str):
+        self.files = files
+        self.names = names
+        self.side = side
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"the set has the images 0 to {len(self) - 1}")
+        file, label = self.files[i]
+        return {"image": _read(file, self.side), "label": torch.tensor(label)}
+
+
+def _read(file: Path, side: int) -> Tensor:
+    """(3, side, side) uint8."""
+    try:
+        with Image.open(file) as opened:
+            opened.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except Exception as error:  # Pillow's decoders raise many kinds: OSError, SyntaxError, struct.error ...
+        raise ValueError(f"the image {file} cannot be read ({error}); remove or replace it") from error
+    edge = min(image.size)
+    left, top = (image.width - edge) // 2, (image.height - edge) // 2
+    box = (left, top, left + edge, top + edge)
+    image = image.resize((side, side), Image.Resampling.LANCZOS, box=box, reducing_gap=3.0)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def _folder(folder: Path, split: Split, side: int) -> FolderImages | None:
+    splits = [name for name in ("train", "val", "test") if (folder / name).is_dir()]
+    if not splits:
+        if split != "train":
+            return None
+        names, files = _classes(folder)
+        return FolderImages(files, names, side, f"image folder {folder}")
+    if "train" not in splits:
+        raise ValueError(f"{folder} has {' and '.join(splits)}, but no train; name the folder of training images train")
+    if split not in splits:
+        return None
+    names, files = _classes(folder / "train")
+    if split != "train":
+        # Labels are numbered by the training classes, whichever of them this split has.
+        own, files = _classes(folder / split)
+        strange = sorted(set(own) - set(names))
+        if strange:
+            raise ValueError(f"{folder / split} has classes that train has not: {', '.join(strange)}; remove them")
+        files = [(file, names.index(own[label])) for file, label in files]
+    return FolderImages(files, names, side, f"image folder {folder / split}")
+
+
+def _classes(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
+    """The class names, sorted, and every image file with the number of its class."""
+    visible = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    loose = [entry for entry in visible if entry.is_file() and entry.suffix.lower() in ENDINGS]
+    if loose:
+        raise ValueError(f"images lie in one sub-folder a class, {loose[0]} lies beside them; move it into one")
+    folders = [entry for entry in visible if entry.is_dir()]
+    if not folders:
+        raise ValueError(f"{folder} holds no class folders; put images into {folder}/<class>/")
+    files: list[tuple[Path, int]] = []
+    for label, entry in enumerate(folders):
+        found = _images_under(entry)
+        if not found:
+            raise ValueError(f"{entry} holds no images ({' '.join(ENDINGS)}); fill it or remove it")
+        files += [(file, label) for file in found]
+    return tuple(entry.name for entry in folders), files
+
+
+def _images_under(folder: Path) -> list[Path]:
+    """Image files at any depth, sorted; what begins with a dot is not a user's image."""
+    found = []
+    for place, inner, names in os.walk(folder):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        found += [Path(place, n) for n in names if not n.startswith(".") and n.lower().endswith(ENDINGS)]
+    return sorted(found)

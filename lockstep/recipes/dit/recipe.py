@@ -1,0 +1,205 @@
+"""Class-conditional image generation: a diffusion transformer trained by rectified flow.
+
+Training: an image x and noise z are joined by a straight line, x_t = (1 − t)·x + t·z, and the model learns the
+velocity z − x along it. Sampling: follow the velocity from noise at t = 1 to an image at t = 0.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ...recipe import Batch, Loss, Recipe, Split
+from ...rng import Rng
+from . import data
+from .model import CHANNELS, build, parse
+
+_CHUNK = 64
+"""Samples that go through the model at once; guidance doubles it."""
+_FRAMES = 13
+_WIDEST = 32
+"""Most columns of a grid; with more classes than that, they go on in the next row."""
+_GAP = 2
+_FRAME_MS, _HOLD_MS = 120, 2000
+
+
+@dataclass
+class DiTOptions:
+    model: str = "DiT-S/2"
+    """Size and patch size: DiT-{Nano,Ti,S,B,L,XL}/{2,4,8}."""
+    num_register_tokens: int = 0
+    """Learned tokens beside the patches, for what belongs to no place in the image."""
+    img_size: int = 32
+    """Pixels a side."""
+    data_path: str | None = None
+    """CIFAR-10's binary files, or a folder with one sub-folder of images a class; without it, drawn shapes."""
+    label_dropout: float = 0.1
+    """How often a training image loses its class, for guidance to have something to compare with."""
+    qk_norm: bool = False
+    """Normalise queries and keys, against attention that grows without bound."""
+    flip: bool = True
+    """Mirror half of the training images; turn it off where left and right matter."""
+    sample_cfg: tuple[float, ...] = (1.0, 2.5, 5.0)
+    """Guidance of the pictures made while training, one grid each; 1 is none."""
+    sample_per_class: int = 10
+    """Samples of each class in a grid."""
+    sample_steps: int = 50
+    """Euler steps from noise to image."""
+
+    def __post_init__(self) -> None:
+        _, patch = parse(self.model)
+        if self.img_size < 8 or self.img_size % patch:
+            raise ValueError(
+                f"img_size is at least 8 and a multiple of the patch size {patch} of {self.model}, not {self.img_size};"
+                f" {max(8, self.img_size // patch * patch)} would do"
+            )
+        if self.num_register_tokens < 0:
+            raise ValueError(f"num_register_tokens is 0 or more, not {self.num_register_tokens}; 4 or 8 are usual")
+        if not 0 <= self.label_dropout < 1:
+            raise ValueError(f"label_dropout is in [0, 1), not {self.label_dropout}; 0.1 is usual")
+        if self.sample_per_class < 1 or self.sample_steps < 1:
+            raise ValueError(
+                f"sample_per_class and sample_steps are at least 1, not {self.sample_per_class} and"
+                f" {self.sample_steps}; for no pictures set sample_every to 0"
+            )
+        if not all(math.isfinite(cfg) and cfg >= 0 for cfg in self.sample_cfg):
+            raise ValueError(f"sample_cfg are numbers of 0 or more, not {self.sample_cfg}; 1 is no guidance")
+
+
+class DiTRecipe(Recipe):
+    Options: ClassVar[type] = DiTOptions
+    options: DiTOptions
+    defaults = {
+        "batch_size": 128,
+        "n_steps": 200_000,
+        "lr": 1e-4,
+        "ema_decay": [0.9999],
+        "sample_every": 10_000,
+        "save_every": 5_000,
+        "eval_every": 5_000,
+        "optimizer": "adamw",
+        "weight_decay": 0.0,
+        "schedule": "constant",
+    }
+    presets = {
+        "laptop": {},
+    }
+
+    def __init__(self, options: Any = None):
+        super().__init__(options)
+        self._datasets: dict[Split, data.Images | None] = {}
+
+    def dataset(self, split: Split) -> data.Images | None:
+        if split not in self._datasets:
+            self._datasets[split] = data.load(self.options.data_path, split, self.options.img_size)
+        return self._datasets[split]
+
+    @property
+    def classes(self) -> int:
+        train = self.dataset("train")
+        assert train is not None, "every source has training images"
+        return len(train.names)
+
+    def describe_data(self, split: Split) -> str:
+        images = self.dataset(split)
+        return "" if images is None else data.describe(images)
+
+    def model(self) -> nn.Module:
+        return build(
+            self.options.model,
+            side=self.options.img_size,
+            classes=self.classes,
+            registers=self.options.num_register_tokens,
+            qk_norm=self.options.qk_norm,
+        )
+
+    def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
+        x = batch["image"].to(torch.get_default_dtype()) / 127.5 - 1
+        label = batch["label"]
+        if model.training:
+            if self.options.flip:
+                x = torch.where(rng.bernoulli("flip", 0.5, 1, 1, 1), x.flip(-1), x)
+            label = torch.where(rng.bernoulli("drop_label", self.options.label_dropout), self.classes, label)
+        z = rng.normal("noise", *x.shape[1:])
+        t = torch.sigmoid(rng.normal("time"))
+        at = t[:, None, None, None]
+        velocity = model((1 - at) * x + at * z, t, label)
+        target = z - x
+        error = (velocity.to(target.dtype) - target).square()
+        return Loss(total=error.sum(), weight=error.numel())
+
+    def galleries(self) -> dict[str, dict[str, Any]]:
+        n = self.options.sample_per_class * self.classes
+        return {f"cfg{float(cfg)}": {"n": n, "cfg": float(cfg)} for cfg in self.options.sample_cfg}
+
+    @torch.no_grad()
+    def sample(self, model: nn.Module, index: Tensor, rng: Rng, **settings: Any) -> Tensor:
+        """(n, frames, 3, S, S) in [0, 1]: the way from noise to image, the image last. Sample i has class i % classes.
+
+        Settings: `cfg`, the guidance (2.5); `steps` (sample_steps); `frames`, evenly spread over the way (13).
+        """
+        chunks = [
+            self._trajectory(model, part % self.classes, Rng(keys), **settings)
+            for part, keys in zip(index.split(_CHUNK), rng.keys.split(_CHUNK), strict=True)
+        ]
+        return torch.cat(chunks)
+
+    def _trajectory(
+        self, model: nn.Module, label: Tensor, rng: Rng, cfg: float = 2.5, steps: int | None = None, frames: int = _FRAMES
+    ) -> Tensor:
+        side, steps = self.options.img_size, steps or self.options.sample_steps
+        x = rng.normal("start", CHANNELS, side, side)
+        kept = [steps if frames == 1 else round(k * steps / (frames - 1)) for k in range(frames)]
+        states = {0: x}
+        for i in range(steps):
+            # Steps of 1/N start at 1, 1 − 1/N, ... 1/N: the end, t = 0, is reached and never evaluated.
+            t = torch.full_like(x[:, 0, 0, 0], 1 - i / steps)
+            x = x - self._velocity(model, x, t, label, cfg) / steps
+            if i + 1 in kept:
+                states[i + 1] = x
+        return torch.stack([((states[k] + 1) / 2).clamp(0, 1) for k in kept], dim=1)
+
+    def _velocity(self, model: nn.Module, x: Tensor, t: Tensor, label: Tensor, cfg: float) -> Tensor:
+        """Guided: away from the velocity without a class, through the one with it, by the factor `cfg`."""
+        if cfg == 1:
+            return model(x, t, label).to(x.dtype)
+        none = torch.full_like(label, self.classes)
+        both = model(x.repeat(2, 1, 1, 1), t.repeat(2), torch.cat([label, none])).to(x.dtype)
+        v_class, v_none = both.chunk(2)
+        return v_none + cfg * (v_class - v_none)
+
+    def save_samples(self, samples: Tensor, path: Path) -> list[Path]:
+        """A grid as PNG, one class a column, and the way from noise to it as GIF."""
+        columns = min(self.classes, _WIDEST, len(samples))
+        scale = max(1, round(64 / samples.shape[-1]))
+        pictures = [_grid(frame, columns, scale) for frame in samples.unbind(1)]
+        # Not with_suffix: a name such as step100-cfg2.5 has a dot of its own.
+        png, gif = path.with_name(path.name + ".png"), path.with_name(path.name + ".gif")
+        png.parent.mkdir(parents=True, exist_ok=True)
+        pictures[-1].save(png)
+        durations = [_FRAME_MS] * (len(pictures) - 1) + [_HOLD_MS]
+        pictures[0].save(gif, save_all=True, append_images=pictures[1:], duration=durations, loop=0)
+        return [png, gif]
+
+    def smoke(self) -> None:
+        self.options.sample_steps = 2
+        self.options.sample_per_class = 1
+        self.options.sample_cfg = self.options.sample_cfg[-1:]
+
+
+def _grid(images: Tensor, columns: int, scale: int) -> Image.Image:
+    """Images (n, 3, S, S) in [0, 1], row by row on white, each pixel `scale` pixels wide."""
+    side = images.shape[-1] * scale
+    pixels = (images.detach().cpu() * 255 + 0.5).to(torch.uint8)
+    pixels = pixels.repeat_interleave(scale, 2).repeat_interleave(scale, 3).permute(0, 2, 3, 1)
+    rows = -(-len(images) // columns)
+    pitch = side + _GAP
+    sheet = torch.full((rows * pitch + _GAP, columns * pitch + _GAP, CHANNELS), 255, dtype=torch.uint8)
+    for i, picture in enumerate(pixels):
+        top, left = i // columns * pitch + _GAP, i % columns * pitch + _GAP
+        sheet[top : top + side, left : left + side] = picture
+    return Image.fromarray(sheet.numpy())

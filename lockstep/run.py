@@ -1,0 +1,157 @@
+"""A run's folder, and the receipt: what is about to happen, in one table, before it happens."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from . import checkpoint
+from .config import Request, Sizes
+from .distributed import World
+
+RUNS = Path("runs")
+
+
+@dataclass
+class Place:
+    """Where a run lives, and the checkpoint it goes on from."""
+
+    folder: Path
+    start: Path | None = None
+    remarks: list[str] = field(default_factory=list)
+
+
+def settle(request: Request) -> Place:
+    """Choose the folder and the checkpoint to start from; rank 0's task. What stands in the way is a ValueError."""
+    run = request.train.run
+    name = request.recipe.name
+    remarks: list[str] = []
+    if run.resume is None:
+        folder = Path(run.out) if run.out else _fresh(RUNS / name)
+        if holds_a_run(folder):
+            raise ValueError(f"{folder} holds a run already; go on with it by --resume auto, or choose another --out")
+        place = Place(folder)
+    elif run.resume in ("auto", "latest"):
+        place = _latest(run.resume, Path(run.out) if run.out else _newest_run(RUNS / name), RUNS / name, remarks.append)
+    else:
+        place = _from_path(Path(run.resume), Path(run.out) if run.out else None, RUNS / name, remarks.append)
+    place.remarks = remarks
+    _make(place.folder)
+    return place
+
+
+def holds_a_run(folder: Path) -> bool:
+    return (folder / "receipt.json").exists() or (folder / "checkpoints").exists()
+
+
+def _latest(how: str, folder: Path | None, runs: Path, report: Any) -> Place:
+    found = checkpoint.newest(folder / "checkpoints", report) if folder else None
+    if found is None and how == "latest":
+        raise ValueError(f"--resume latest, but there is no good checkpoint in {folder or runs}; use --resume auto")
+    return Place(folder or _fresh(runs), found.path if found else None)
+
+
+def _from_path(path: Path, out: Path | None, runs: Path, report: Any) -> Place:
+    where = checkpoint.resolve(path)
+    if not checkpoint.is_checkpoint(where):
+        found = checkpoint.newest(where, report)
+        if found is None:
+            raise ValueError(f"there is no good checkpoint in {where}")
+        return Place(out or where.parent, found.path)
+    last = checkpoint.newest(where.parent, report)
+    if out is None and last is not None and last.path == where:
+        return Place(where.parent.parent, where)
+    return Place(out or _fresh(runs), where)  # from the middle of a run: a branch, so that the rest of it stays
+
+
+def _fresh(runs: Path) -> Path:
+    """A folder named after this moment that nobody has."""
+    name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    taken = 1
+    while (runs / (name if taken == 1 else f"{name}-{taken}")).exists():
+        taken += 1
+    return runs / (name if taken == 1 else f"{name}-{taken}")
+
+
+def _newest_run(runs: Path) -> Path | None:
+    found = [p.parent for p in runs.glob("*/checkpoints") if any(p.glob("step-*"))]
+    return max(found, key=lambda p: p.stat().st_mtime) if found else None
+
+
+def _make(folder: Path) -> None:
+    """Find out now, not at the first checkpoint, whether anything can be written."""
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
+
+
+@dataclass
+class Receipt:
+    """Rows of (what, value), and remarks: what the user gave that has no effect, what is not as it seems."""
+
+    spec: str
+    """How the recipe is found again: its name, or file.py:Class."""
+    rows: list[tuple[str, str]]
+    remarks: list[str]
+
+    def show(self) -> None:
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title="receipt", title_justify="left")
+        for row in self.rows:
+            table.add_row(*row)
+        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
+        console.print(table)
+        for remark in self.remarks:
+            console.print(f"  note: {remark}", markup=False)
+        console.print()
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"spec": self.spec, **dict(self.rows), "remarks": self.remarks}, indent=2) + "\n")
+
+
+def devices(world: World) -> str:
+    if world.device.type == "cuda":
+        return f"{world.size} × {torch.cuda.get_device_name(world.device)}"
+    return f"{world.size} CPU process{'es' if world.size > 1 else ''}, {torch.get_num_threads()} thread(s) each"
+
+
+def without_effect(request: Request, world: World, sizes: Sizes, has_val: bool, generates: bool) -> list[str]:
+    """What the user gave that does nothing in this run, and what holds instead."""
+    given, optim, run, hardware = request.given, request.train.optim, request.train.run, request.train.hardware
+    rules = [
+        ("momentum", optim.optimizer != "sgd", f"the optimizer is {optim.optimizer}"),
+        ("beta1", optim.optimizer != "adamw", f"the optimizer is {optim.optimizer}"),
+        ("beta2", optim.optimizer != "adamw", f"the optimizer is {optim.optimizer}"),
+        ("base_batch_size", optim.lr_scaling == "none", "lr_scaling is none"),
+        ("min_lr", optim.schedule not in ("cosine", "linear"), f"the schedule is {optim.schedule}"),
+        ("decay_steps", optim.schedule != "step", f"the schedule is {optim.schedule}"),
+        ("decay_factor", optim.schedule != "step", f"the schedule is {optim.schedule}"),
+        ("eval_every", not has_val, "there is no validation set"),
+        ("patience", run.eval_every == 0 or not has_val, "nothing is evaluated during training"),
+        ("min_delta", run.eval_every == 0 or not has_val, "nothing is evaluated during training"),
+        ("best_metric", run.eval_every == 0 or not has_val, "nothing is evaluated during training"),
+        ("sample_every", not generates, "this recipe generates nothing"),
+        ("wandb_project", not run.use_wandb, "use_wandb is off"),
+        ("wandb_name", not run.use_wandb, "use_wandb is off"),
+        ("logdir", not run.tensorboard, "tensorboard is off"),
+        ("use_amp", hardware.use_amp and world.device.type == "cpu", "on a CPU it is slower; --precision bf16 insists"),
+        ("world_size", hardware.world_size != world.size, f"the environment holds: {world.size}"),
+        ("local_rank", hardware.local_rank != world.local_rank, f"the environment holds: {world.local_rank}"),
+        ("dist_url", hardware.dist_url != "env://", "MASTER_ADDR and MASTER_PORT of the environment hold"),
+        ("nproc", hardware.nproc not in ("auto", str(world.size)), f"this was started as {world.size} process(es)"),
+    ]
+    notes = [f"{name} has no effect: {why}" for name, idle, why in rules if name in given and idle]
+    if request.smoke:
+        notes.insert(0, f"LOCKSTEP_SMOKE={request.smoke}: a try-out of {sizes.n_steps} steps, micro-batch 2")
+    if hardware.distributed and world.size == 1:
+        notes.append("distributed training was asked for, but there is one process; start it with torchrun or --nproc")
+    return notes

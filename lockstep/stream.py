@@ -1,0 +1,115 @@
+"""Which samples make global batch k, and which of them are this rank's.
+
+The stream is the concatenation of epochs; epoch e is a pseudo-random permutation of the data set, keyed by (seed, e).
+Batch k is positions [k·G, (k+1)·G) of the stream: it runs across epoch borders, nothing is dropped, nothing padded.
+Where a run stands follows from its step alone, and any rank of any world can tell any batch without the others.
+
+The permutation is a Feistel network on a rectangle a × b just larger than the data set, walked along its cycle in
+the rare case that it lands outside the set. It takes no memory, whatever the size of the set.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .rng import mix_word
+
+Indices = NDArray[np.int64]
+
+_ROUNDS = 8
+_SMALLEST_SIDE = 8  # below that a Feistel network has too few keys to reach all of the permutations
+
+Words = NDArray[np.unsignedinteger]
+
+
+class Permutation:
+    """A pseudo-random permutation of 0 … size-1."""
+
+    def __init__(self, size: int, key: int):
+        assert 0 < size <= 1 << 62
+        self.size = size
+        left = max(_SMALLEST_SIDE, math.isqrt(size - 1) + 1)
+        self._sides = left, max(_SMALLEST_SIDE, -(-size // left))
+        self._word = np.uint32 if left <= 1 << 16 else np.uint64
+        self._keys = [mix_word(key, i) for i in range(_ROUNDS)]
+
+    def __call__(self, positions: Indices) -> Indices:
+        """Where each of `positions` goes."""
+        out = self._pass(positions.astype(self._word))
+        outside = np.flatnonzero(out >= self.size)
+        while outside.size:
+            moved = self._pass(out[outside])
+            out[outside] = moved
+            outside = outside[moved >= self.size]
+        return out.astype(np.int64)
+
+    def _pass(self, x: Words) -> Words:
+        """All rounds once, on the whole rectangle: one half moves by what the other one hashes to."""
+        this, that = (self._word(side) for side in self._sides)
+        moving, fixed = np.divmod(x, that)
+        for key in self._keys:
+            moving = moving + self._hash(fixed, key, this)
+            moving = np.minimum(moving, moving - this)  # modulo: an unsigned difference below zero is a huge number
+            moving, fixed, this, that = fixed, moving, that, this
+        return moving * that + fixed
+
+    def _hash(self, x: Words, key: int, below: Any) -> Words:
+        """A keyed multiplicative hash of `x`, less than `below`; array arithmetic wraps around silently."""
+        word, half = self._word, 4 * np.dtype(self._word).itemsize
+        y = x ^ word(key >> 64 - 2 * half)
+        y *= word(0x9E3779B1 if half == 16 else 0x9E3779B97F4A7C15)
+        y ^= y >> word(half - 1)
+        y *= word(0x85EBCA6B if half == 16 else 0xBF58476D1CE4E5B9)
+        y ^= word(key & 0xFFFFFFFF)
+        y *= word(0xC2B2AE35 if half == 16 else 0x94D049BB133111EB)
+        y >>= word(half)
+        y *= below
+        y >>= word(half)
+        return y
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some samples of one global batch."""
+
+    epoch: Indices
+    index: Indices
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+class Stream:
+    """The endless sequence of sample indices, cut into global batches."""
+
+    def __init__(self, size: int, global_batch: int, seed: int):
+        self.size = size
+        self.global_batch = global_batch
+        self.seed = seed
+        self._orders: dict[int, Permutation] = {}
+
+    def positions(self, start: int, stop: int) -> Slice:
+        """The samples at positions [start, stop) of the stream."""
+        position = np.arange(start, stop, dtype=np.int64)
+        epoch, place = np.divmod(position, self.size)
+        index = np.empty_like(position)
+        for e in range(start // self.size, -(-stop // self.size)):
+            if e not in self._orders:
+                self._orders = {e: Permutation(self.size, mix_word(self.seed, e))}
+            here = slice(max(0, e * self.size - start), (e + 1) * self.size - start)
+            index[here] = self._orders[e](place[here])
+        return Slice(epoch, index)
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Slice:
+        """Rank's part of global batch `step`; the parts' sizes differ by at most one."""
+        start, size = step * self.global_batch, self.global_batch
+        return self.positions(start + size * rank // world, start + size * (rank + 1) // world)
+
+    def micro_batches(self, step: int, rank: int, world: int, accumulation: int) -> list[Slice]:
+        """That part cut for accumulation. The last piece is never empty: it is the one that synchronises gradients."""
+        part = self.batch(step, rank, world)
+        cuts = [len(part) * i // accumulation for i in range(accumulation + 1)]
+        return [Slice(part.epoch[a:b], part.index[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]

@@ -1,0 +1,381 @@
+"""The loop. `train_step` is the whole training step; `fit` is what happens around it.
+
+    trainer = Trainer(request, world, place)
+    outcome = trainer.fit()
+"""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checkpoint, evaluate, loader, optim, parallel, precision, trackers
+from .config import Request, Sizes
+from .distributed import Signals, Vote, World
+from .ema import Ema
+from .recipe import Objective, Recipe
+from .run import Place, Receipt, devices, without_effect
+from .stream import Stream
+from .watch import OutOfLockstep, Watch
+
+__all__ = ["Diverged", "OutOfLockstep", "Outcome", "Trainer"]
+
+
+class Diverged(RuntimeError):
+    """The gradient has not been finite for too many steps in a row."""
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    folder: Path
+    stopped_by: str | None = None
+    """None at the planned end; `patience`, or the name of a signal."""
+    made: tuple[Path, ...] = ()
+
+
+class Totals:
+    """Sums of losses and weights since the last log, kept on the device."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Any] = {}
+
+    def add(self, total: Tensor, weight: float | Tensor, logs: dict[str, Tensor]) -> None:
+        for name, value in {"loss": total, "weight": weight, **logs}.items():
+            value = value.detach() if isinstance(value, Tensor) else value
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def means(self, world: World) -> dict[str, float]:
+        """Each sum over all ranks divided by the weight; the only place where training waits for the device."""
+        sums, self.sums = self.sums, {}
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in sums.values()])
+        reduced = dict(zip(sums, world.sum(values).tolist(), strict=True))
+        weight = reduced.pop("weight")
+        return {name: value / weight if weight else math.nan for name, value in reduced.items()}
+
+
+class Trainer:
+    """One run: a recipe, its settings, and everything that changes while it trains."""
+
+    def __init__(self, request: Request, world: World, place: Place):
+        self.request, self.world, self.place, self.config = request, world, place, request.train
+        self.precision = precision.choose(self.config.hardware, world.device)
+        start = checkpoint.load(place.start) if place.start else None
+
+        self.recipe: Recipe = request.recipe(request.options)
+        if request.smoke:
+            self.recipe.smoke()
+        self.data = self.recipe.dataset("train")
+        self.validation = self.recipe.dataset("val")
+        if self.data is None:
+            raise ValueError("the recipe has no training set")
+        bound = start.state["global_batch"] if start else None
+        self.sizes = Sizes.of(request, evaluate.counted(self.data), world.size, bound)
+
+        seed = self.config.data.seed
+        torch.manual_seed(seed)
+        self.model = self.recipe.model().to(world.device, self.precision.dtype)
+        torch.manual_seed(seed * 1_000_003 + world.rank + 1)  # for dropout alone: all else is keyed
+        self.compiled = {"auto": world.device.type == "cuda", "on": True, "off": False}[self.config.hardware.compile]
+        self.emas = [Ema(self.model, decay) for decay in self.config.optim.ema_decay]
+        self.update = self._update()
+        self.watch = Watch(world, dict(self.model.state_dict()), self.sizes.dataset)
+
+        self.step = 0
+        self.best = math.inf if self.config.run.best_mode == "min" else -math.inf
+        self.bad_evaluations = 0
+        self.new_best = False
+        if start:
+            self._restore(start)
+        self.replica = parallel.wrap(Objective(self.recipe, self.model, seed), world, self.compiled)
+        self.loader = self._loader()
+        self.totals = Totals()
+        self.made: tuple[Path, ...] = ()
+        self.checkpoints = checkpoint.Checkpoints(place.folder / "checkpoints", self.config.run.keep)
+        self.trackers = trackers.Trackers({})
+
+    def _update(self) -> optim.Update:
+        settings = self.config.optim
+        optimizer = self.recipe.optimizer(self.model) or optim.build(settings, self.model.parameters())
+        ratio = optim.scaled_lr(settings, self.sizes.global_batch) / settings.lr if settings.lr else 1.0
+        schedule = optim.Schedule(settings, self.sizes)
+        scaler = self.precision.scaler
+        return optim.Update(optimizer, schedule, self.sizes, ratio, settings.clip_grad, scaler, self.world)
+
+    def _loader(self) -> loader.Loader:
+        workers = self.config.data.num_workers
+        workers = loader.default_workers(self.world.device) if workers is None else workers
+        stream = Stream(self.sizes.dataset, self.sizes.global_batch, self.config.data.seed)
+        dtype = self.precision.dtype
+        return loader.Loader(self.recipe, self.data, stream, self.world, self.sizes, self.step, workers, dtype)
+
+    def train_step(self) -> None:
+        """One optimizer update from one global batch."""
+        for micro in self.loader.step():
+            if not len(micro.index):
+                continue  # more micro-batches than samples on this rank; never the last one
+            with nullcontext() if micro.last else self.replica.no_sync():
+                with self.precision.autocast:
+                    total, weight, logs = self.replica.forward(micro.batch, micro.epoch, micro.index)
+                self.update.loss(total, weight, len(micro.index)).backward()
+            self.totals.add(total, weight, logs)
+            self.watch.ledger.used.append(micro.samples)
+        self.update.step(self.step)
+        for ema in self.emas:
+            ema.update(self.step)
+
+    def fit(self) -> Outcome:
+        """Train to the end, or until somebody wants to stop; then leave everything saved."""
+        self._open()
+        vote, stopped_by, run = Vote(self.world), None, self.config.run
+        self._clock, self._logged = time.perf_counter(), self.step
+        self.model.train()
+        with Signals() as signals:
+            while self.step < self.sizes.n_steps and stopped_by is None:
+                self.train_step()
+                self.step += 1
+                at_end = self.step == self.sizes.n_steps
+                self.trackers.advance(self.step)
+                if at_end or self.step % run.log_every == 0:
+                    self._log()
+                if self._due(run.eval_every, at_end):
+                    self._evaluate()
+                if self._due(run.sample_every, at_end):
+                    self._sample()
+                if not at_end and (self.new_best or self._due(run.save_every, at_end)):
+                    self._save()
+                if run.patience and self.bad_evaluations >= run.patience:
+                    stopped_by = "patience"
+                if wish := vote.cast(signals.received):
+                    stopped_by = signal.Signals(wish).name
+            vote.finish()
+            return self._close(stopped_by)
+
+    def _due(self, every: int, at_end: bool) -> bool:
+        return at_end or (every > 0 and self.step % every == 0)
+
+    def _open(self) -> None:
+        """Say what is about to happen, before it does."""
+        if not self.world.is_main:
+            return
+        folder, run = self.place.folder, self.config.run
+        self.request.write(folder / "config.yaml")
+        receipt = self.receipt()
+        receipt.write(folder / "receipt.json")
+        receipt.show()
+        resumed = self.step if self.place.start else None
+        events = Path(run.logdir) if run.logdir else folder / "tensorboard"
+        where: dict[str, Callable[[], trackers.Tracker]] = {
+            "the console": lambda: trackers.Console(self.sizes.n_steps, self.step),
+            "metrics.jsonl": lambda: trackers.JsonLines(folder / "metrics.jsonl", resumed),
+        }
+        if run.tensorboard:
+            where["TensorBoard"] = lambda: trackers.TensorBoard(events, resumed)
+        if run.use_wandb:
+            name, settings = run.wandb_name or folder.name, self.request.flat()
+            where["W&B"] = lambda: trackers.Wandb(folder, run.wandb_project, name, settings, self._wandb_id())
+        self.trackers = trackers.Trackers(where, self.say)
+
+    def _wandb_id(self) -> str:
+        """One run folder is one W&B run, through all its resumptions."""
+        return "".join(c if c.isalnum() else "-" for c in str(self.place.folder))[-60:]
+
+    def say(self, text: str) -> None:
+        """A line to the user, once, and into log.txt."""
+        if self.world.is_main:
+            self.trackers.message(text)
+            with (self.place.folder / "log.txt").open("a") as log:
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def receipt(self) -> Receipt:
+        settings, sizes, run, update = self.config.optim, self.sizes, self.config.run, self.update
+        full = update.full_lr[0]
+        rule = "" if settings.lr_scaling == "none" else f" = {settings.lr:g} scaled {settings.lr_scaling}"
+        parameters = sum(p.numel() for p in self.model.parameters())
+        rows = [
+            ("recipe", f"{self.request.recipe.name}: {self.recipe.describe_model(self.model)}"),
+            ("parameters", f"{parameters:,}"),
+            ("data", self.recipe.describe_data("train") or f"{sizes.dataset:,} samples"),
+            ("devices", devices(self.world)),
+            ("world", f"{self.world.size}, backend {self.world.backend}, time-out {self.config.hardware.timeout:g} s"),
+            (
+                "global batch",
+                f"{sizes.micro_batch} micro-batch × {sizes.accumulation} accumulation × {sizes.world} world"
+                f" = {sizes.global_batch}",
+            ),
+            ("length", f"{sizes.n_steps:,} steps = {sizes.n_steps / sizes.steps_per_epoch:.2f} epochs"),
+            ("learning rate", f"{full:g}{rule}, {settings.schedule}, {update.schedule.warmup} warm-up steps"),
+            ("optimizer", f"{type(update.optimizer).__name__}, averages: {list(settings.ema_decay) or 'none'}"),
+            ("precision", f"{self.precision.name}, {'compiled' if self.compiled else 'not compiled'}"),
+            ("folder", str(self.place.folder)),
+        ]
+        if self.place.start:
+            rows.append(("resumes", f"{self.place.start} at step {self.step}"))
+        has_val, generates = self.validation is not None, bool(self.recipe.galleries())
+        remarks = without_effect(self.request, self.world, sizes, has_val, generates)
+        if sizes.micro_batch * sizes.accumulation * sizes.world != sizes.global_batch:
+            remarks.append("the global batch does not divide evenly: some micro-batches are smaller by one")
+        return Receipt(self.request.recipe.spec, rows, [*self.place.remarks, *remarks])
+
+    def _log(self) -> None:
+        """Numbers of the steps since the last log, and the checks that come with them."""
+        values = self.totals.means(self.world)
+        now, steps = time.perf_counter(), self.step - self._logged
+        bad_in_row, lr = int(self.update.bad_in_row), self.update.optimizer.param_groups[0]["lr"]
+        self.watch.check(self.step, lr=lr, scale=self.precision.scaler and self.precision.scaler.scale.item())
+        values |= {
+            "lr": lr,
+            "grad_norm": float(self.update.norm),
+            "epoch": self.step / self.sizes.steps_per_epoch,
+            "samples_per_second": steps * self.sizes.global_batch / (now - self._clock),
+            "skipped_steps": int(self.update.bad_steps),
+            "epochs_proven": self.watch.ledger.complete,
+            "watch_seconds": self.watch.seconds,
+        }
+        self.trackers.log(self.step, values)
+        if bad_in_row >= self.config.optim.max_bad_steps:
+            raise Diverged(
+                f"the gradient was not finite in the last {bad_in_row} steps (up to step {self.step}); lower --lr, "
+                f"set --clip_grad, or look at the data. The weights are those of before: {self.place.folder}"
+            )
+        if self.world.is_main and (failure := self.checkpoints.failure()):
+            self.say(failure)
+        self._clock, self._logged = time.perf_counter(), self.step
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Time spent within does not count as training in samples per second."""
+        start = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - start
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the model has its first averaged weights, if there are any."""
+        with self.emas[0].applied() if self.emas else nullcontext():
+            yield
+
+    def _evaluate(self) -> None:
+        """Metrics on the validation set; the same on every rank, and so is what follows from them."""
+        if self.validation is None:
+            return
+        size, run = 2 * self.sizes.micro_batch, self.config.run
+        limit = 2 * size * self.world.size if self.request.smoke else None
+        with self._aside(), self.averaged():
+            values = evaluate.evaluate(
+                self.recipe, self.model, self.validation, self.world, size, self.precision.autocast,
+                self.config.data.seed, limit,
+            )  # fmt: skip
+        self.trackers.log(self.step, {f"val/{name}": value for name, value in values.items()})
+        if run.best_metric not in values:
+            raise ValueError(f"best_metric is one of {', '.join(values)}, not {run.best_metric}")
+        value, sign = values[run.best_metric], 1 if run.best_mode == "min" else -1
+        if sign * value < sign * self.best - run.min_delta or math.isinf(self.best):
+            self.best, self.bad_evaluations, self.new_best = value, 0, True
+        else:
+            self.bad_evaluations += 1
+
+    def _sample(self) -> None:
+        """The recipe's galleries, from the plain and from the averaged weights, made by all ranks."""
+        for name, settings in self.recipe.galleries().items():
+            for weights in ("ema", "plain") if self.emas else ("plain",):
+                with self._aside(), self.averaged() if weights == "ema" else nullcontext():
+                    self._gallery(name, weights, dict(settings))
+
+    def _gallery(self, name: str, weights: str, settings: dict[str, Any]) -> None:
+        seed, count = self.config.data.seed, settings.pop("n")
+        autocast = self.precision.autocast
+        samples = evaluate.generate(self.recipe, self.model, count, settings, self.world, autocast, seed)
+        if samples is None:
+            return
+        folder = self.place.folder / "samples"
+        folder.mkdir(exist_ok=True)
+        made = self.recipe.save_samples(samples, folder / f"step-{self.step:08d}-{name}-{weights}")
+        for path in made:
+            self.trackers.picture(self.step, f"samples/{name}-{weights}", path)
+        self.made = (*self.made[-7:], *made)
+
+    def _save(self, final: bool = False) -> None:
+        """Hand a copy of everything to the writer. Every rank calls this: their generators are part of the state."""
+        generators = {"cpu": torch.get_rng_state()}
+        if self.world.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(self.world.device)
+        ranks = self.world.gather(generators)
+        bad_steps, best, self.new_best = int(self.update.bad_steps), self.new_best, False
+        if not self.world.is_main:
+            return
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        tensors = {
+            "model": self.model.state_dict(),
+            "optimizer": checkpoint.optimizer_tensors(self.update.optimizer, names),
+            "rng": {f"rank{r}.{kind}": state for r, kinds in enumerate(ranks) for kind, state in kinds.items()},
+            **{f"ema-{ema.decay}": ema.shadow for ema in self.emas},
+        }
+        state = {
+            "step": self.step,
+            "global_batch": self.sizes.global_batch,
+            "world": self.world.size,
+            "best": self.best,
+            "bad_evaluations": self.bad_evaluations,
+            "bad_steps": bad_steps,
+            "scaler": self.precision.scaler.state() if self.precision.scaler else None,
+            "ledger": self.watch.ledger.state(),
+        }
+        pause = self.checkpoints.save(self.step, tensors, state, best=best, final=final)
+        self.trackers.log(self.step, {"checkpoint_pause_seconds": pause})
+
+    def _restore(self, start: checkpoint.Checkpoint) -> None:
+        """Go on where the checkpoint was made, on whatever world this is."""
+        what = str(start.path)
+        checkpoint.restore_model(self.model, start.tensors["model"], what)
+        for ema in self.emas:
+            averaged = start.tensors.get(f"ema-{ema.decay}")
+            if averaged is None:
+                raise ValueError(f"{what} has no averages with decay {ema.decay}; give the --ema_decay it was made with")
+            ema.restore(averaged)
+        checkpoint.restore_optimizer(self.update.optimizer, self.model.named_parameters(), start.tensors["optimizer"])
+        self.step, state = start.step, start.state
+        self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]
+        self.update.bad_steps.fill_(state["bad_steps"])
+        self.watch.ledger.restore(state["ledger"])
+        if self.precision.scaler and state["scaler"]:
+            self.precision.scaler.restore(state["scaler"])
+        generators = start.tensors["rng"]
+        if f"rank{self.world.rank}.cpu" in generators:
+            torch.set_rng_state(generators[f"rank{self.world.rank}.cpu"])
+        if f"rank{self.world.rank}.cuda" in generators and self.world.device.type == "cuda":
+            torch.cuda.set_rng_state(generators[f"rank{self.world.rank}.cuda"], self.world.device)
+        if self.step >= self.sizes.n_steps:
+            raise ValueError(f"{what} is at step {self.step}, and the run is {self.sizes.n_steps} steps long: nothing to do")
+
+    def _close(self, stopped_by: str | None) -> Outcome:
+        """Save what there is, write the weights as plain files, and let go of everything."""
+        if self.watch.ledger.used:
+            self.watch.check(self.step)
+        done = stopped_by in (None, "patience")
+        self._save(final=done)
+        if self.world.is_main:
+            self.checkpoints.wait()
+            if failure := self.checkpoints.failure():
+                self.say(failure)
+            if done:
+                self._export()
+        self.trackers.close()
+        del self.replica, self.loader
+        return Outcome(self.step, self.place.folder, stopped_by, self.made)
+
+    def _export(self) -> None:
+        facts = {"recipe": self.request.recipe.name, "step": str(self.step)}
+        checkpoint.export(self.place.folder / "model", self.model.state_dict(), facts)
+        for ema in self.emas:
+            name = "model_ema" if ema is self.emas[0] else f"model_ema-{ema.decay}"
+            checkpoint.export(self.place.folder / name, ema.shadow, {**facts, "decay": str(ema.decay)})
