@@ -37,7 +37,7 @@ _LEFTOVER = re.compile(r"\.(?:step-\d{8,}|best|last)\.(\d{1,9})\.(?:tmp|gone)")
 _NUMBER = ":number"  # marks optimizer state that was a Python number, so that it comes back as one
 
 
-class Damaged(ValueError):  # noqa: N818 - it says what the checkpoint is
+class Damaged(ValueError):
     """A checkpoint is not what was written."""
 
 

@@ -1,9 +1,9 @@
 """The commands, one short function each.
 
-    lockstep recipes                     what there is
-    lockstep train RECIPE [flags]        train; RECIPE is a name or file.py:Class; --help lists its flags
-    lockstep sample RUN [--n 64 ...]     generate with what was trained
-    lockstep test RUN                    metrics on the test set
+lockstep recipes                     what there is
+lockstep train RECIPE [flags]        train; RECIPE is a name or file.py:Class; --help lists its flags
+lockstep sample RUN [--n 64 ...]     generate with what was trained
+lockstep test RUN                    metrics on the test set
 """
 
 import os

@@ -10,7 +10,6 @@ so `batch_size: 64` in a file means exactly what `--batch_size 64` means. Flags 
 
 import dataclasses
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,7 +230,7 @@ class Request:
         return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
 
     def write(self, path: Path) -> None:
-        """The settings as a file that `--config` reads; what is unset, and what is about this start alone, is left out."""
+        """The settings as a file that `--config` reads, without what is unset or about this start alone."""
         this_start = {"resume", "config", "preset", "out", "nproc", "local_rank", "world_size"}
         settings = {k: v for k, v in self.flat().items() if v is not None and k not in this_start}
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
@@ -243,10 +242,10 @@ Flag = tuple[str, list[str]]
 
 
 def parse(recipe: type[Recipe], argv: Sequence[str], prog: str) -> Request:
-    """The settings that `argv` and the files it names ask for. What the user got wrong is a ValueError or SystemExit(2)."""
+    """The settings that `argv` and the files it names ask for."""
     target = _target(recipe)
     known = _known(target)
-    defaults = tyro.cli(
+    defaults: Any = tyro.cli(
         target, args=_words(_from_mapping(recipe.defaults, known, recipe.__name__)), config=(tyro.conf.OmitArgPrefixes,)
     )
     typed = _split(argv, known)
@@ -256,7 +255,7 @@ def parse(recipe: type[Recipe], argv: Sequence[str], prog: str) -> Request:
         if any(name == winner for layer in layers for name, _ in layer):
             _forget(defaults, loser)
     flags = list({flag[0]: flag for layer in layers for flag in layer}.values())
-    result = tyro.cli(
+    result: Any = tyro.cli(
         target,
         args=_words(flags),
         default=defaults,
@@ -281,7 +280,7 @@ def _group(recipe: type[Recipe]) -> str:
 def _target(recipe: type[Recipe]) -> type:
     """One dataclass of all flags: the recipe's own first."""
     options = (_group(recipe), recipe.Options, field(default_factory=recipe.Options))
-    engine = [(f.name, f.type, field(default_factory=f.default_factory)) for f in dataclasses.fields(TrainConfig)]  # type: ignore[arg-type]
+    engine = [(f.name, f.type, field(default_factory=f.default_factory)) for f in dataclasses.fields(TrainConfig)]
     return dataclasses.make_dataclass("Flags", [options, *engine])
 
 
@@ -404,50 +403,3 @@ def _apply_smoke(request: Request) -> None:
     request.smoke = int(value)
     request.train.data.batch_size = min(2, request.train.data.batch_size)
     request.train.data.global_batch_size = None
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How a run's data are cut: micro-batch × accumulation × world = global batch."""
-
-    dataset: int
-    micro_batch: int
-    accumulation: int
-    world: int
-    global_batch: int
-    n_steps: int
-
-    @classmethod
-    def of(cls, request: Request, dataset: int, world: int, bound: int | None = None) -> "Sizes":
-        """`bound`: the global batch of the run that is resumed; it holds on any world."""
-        data = request.train.data
-        fixed = data.global_batch_size or bound
-        if bound and data.global_batch_size not in (None, bound):
-            raise ValueError(f"the run to resume has a global batch of {bound}; it cannot go on with {fixed}")
-        global_batch = fixed or data.batch_size * world * max(1, data.gradient_accumulation_steps)
-        if global_batch < world:
-            raise ValueError(f"a global batch of {global_batch} does not go round {world} ranks; start fewer")
-        if dataset < global_batch:
-            remedy = "lower --batch_size or --global_batch_size"
-            raise ValueError(f"the training set has {dataset} samples, fewer than the global batch {global_batch}; {remedy}")
-        share = -(-global_batch // world)
-        accumulation = -(-share // data.batch_size)
-        n_steps = data.n_steps
-        if data.epochs is not None:
-            n_steps = -(-data.epochs * dataset // global_batch)
-        if n_steps is None:
-            raise ValueError("say how long to train: --n_steps or --epochs")
-        if request.smoke:
-            n_steps = min(n_steps, request.smoke)
-        return cls(dataset, -(-share // accumulation), accumulation, world, global_batch, n_steps)
-
-    @property
-    def steps_per_epoch(self) -> float:
-        return self.dataset / self.global_batch
-
-
-def fail(message: str) -> int:
-    """Say on rank 0 what the user got wrong; the exit status for it."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"lockstep: {message}\n")
-    return 2

@@ -168,10 +168,13 @@ def connect(hardware: Hardware) -> World:
     timeout = timedelta(seconds=hardware.timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    nccl_device = device if device.type == "cuda" else None
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
         store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=_id(device))
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=nccl_device
+        )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise ValueError(_explain(error, where, hardware.timeout)) from None
     control = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
@@ -181,10 +184,6 @@ def connect(hardware: Hardware) -> World:
         _failures = store
         _watch_for_failures(store.clone())
     return world
-
-
-def _id(device: torch.device) -> torch.device | None:
-    return device if device.type == "cuda" else None
 
 
 def _explain(error: Exception, where: str, timeout: float) -> str:

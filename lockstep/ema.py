@@ -18,13 +18,14 @@ class Ema:
             pair = self._pairs.setdefault(live.data_ptr() or id(live), (live.clone(), live))
             self.shadow[name] = pair[0]
         pairs = self._pairs.values()
-        self._floats = [[pair[side] for pair in pairs if pair[0].is_floating_point()] for side in (0, 1)]
+        self._floats = [pair[0] for pair in pairs if pair[0].is_floating_point()]
+        self._live_floats = [pair[1] for pair in pairs if pair[0].is_floating_point()]
         self._counters = [pair for pair in pairs if not pair[0].is_floating_point()]
 
     @torch.no_grad()
     def update(self, n: int) -> None:
         """Move towards the model's weights; `n` counts updates from 0."""
-        torch._foreach_lerp_(*self._floats, 1 - min(self.decay, (1 + n) / (10 + n)))
+        torch._foreach_lerp_(self._floats, self._live_floats, 1 - min(self.decay, (1 + n) / (10 + n)))
         for shadow, live in self._counters:
             shadow.copy_(live)
 

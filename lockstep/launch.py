@@ -30,7 +30,7 @@ def processes(hardware: Hardware) -> int:
 
 
 def start(nproc: int, command: list[str], patience: int = 120) -> int:
-    """Run `command` (what follows `python`) in `nproc` ranks; its exit status. `patience`: seconds to end after a signal."""
+    """Run `command` (what follows `python`) in `nproc` ranks; its exit status. A signal gives it `patience` seconds."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks speak for themselves
     with tempfile.TemporaryDirectory(prefix="lockstep-") as logs:

@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from .config import Sizes
 from .distributed import World
 from .recipe import Recipe
 from .rng import Rng
-from .stream import Slice, Stream
+from .stream import Sizes, Slice, Stream
 
 
 class MicroBatch(NamedTuple):
     """What one rank puts through the model at once."""
 
     batch: Any
-    epoch: Tensor
-    index: Tensor
-    """Which samples these are, (n,) int64; with `epoch` it names their randomness."""
+    epochs: Tensor
+    indices: Tensor
+    """Which samples these are, (n,) int64; with their epochs it names their randomness."""
     samples: Slice
     """The same on the host, for the ledger."""
     last: bool
@@ -83,7 +82,7 @@ class Loader:
                 Fetch(recipe, dataset, stream.seed),  # type: ignore[arg-type]
                 batch_sampler=_pieces(stream, world, sizes, start),  # type: ignore[arg-type]
                 num_workers=workers,
-                collate_fn=_as_it_is,
+                collate_fn=_as_it_is,  # type: ignore[arg-type]
                 pin_memory=world.device.type == "cuda",
                 prefetch_factor=4 if workers else None,
             )

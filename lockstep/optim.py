@@ -6,9 +6,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from .config import Optim, Sizes
+from .config import Optim
 from .distributed import World
 from .precision import Scaler
+from .stream import Sizes
 
 
 def build(optim: Optim, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -35,7 +35,21 @@ def wrap(objective: nn.Module, world: World, compile: bool) -> Replica:
         static_graph=not compile,
         broadcast_buffers=_has_batch_norm(objective),
     )
-    return Replica(torch.compile(ddp) if compile else ddp, ddp.no_sync)
+    if compile:
+        return Replica(torch.compile(ddp), ddp.no_sync)
+    return Replica(ddp, _no_sync_but_once(ddp))
+
+
+def _no_sync_but_once(ddp: DistributedDataParallel) -> Callable[[], AbstractContextManager[Any]]:
+    """A static graph is learnt from the first backward pass, which therefore has to be a synchronised one."""
+    learnt = False
+
+    def no_sync() -> AbstractContextManager[Any]:
+        nonlocal learnt
+        first, learnt = not learnt, True
+        return nullcontext() if first else ddp.no_sync()
+
+    return no_sync
 
 
 def _has_batch_norm(module: nn.Module) -> bool:

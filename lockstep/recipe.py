@@ -143,9 +143,7 @@ class Objective(nn.Module):
         self.recipe = recipe
         self.seed = seed
 
-    def forward(
-        self, batch: Batch, epoch: Tensor, index: Tensor
-    ) -> tuple[Tensor, float | Tensor, dict[str, Tensor]]:
+    def forward(self, batch: Batch, epoch: Tensor, index: Tensor) -> tuple[Tensor, float | Tensor, dict[str, Tensor]]:
         loss = self.recipe.loss(self.model, batch, Rng.of(self.seed, epoch, index))
         return loss.total, loss.weight, loss.logs
 

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from . import checkpoint
-from .config import Request, Sizes
+from .config import Request
 from .distributed import World
+from .stream import Sizes
 
 RUNS = Path("runs")
 

@@ -10,11 +10,13 @@ the rare case that it lands outside the set. It takes no memory, whatever the si
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .config import Request
 from .rng import mix_word
 
 Indices = NDArray[np.int64]
@@ -22,7 +24,7 @@ Indices = NDArray[np.int64]
 _ROUNDS = 8
 _SMALLEST_SIDE = 8  # below that a Feistel network has too few keys to reach all of the permutations
 
-Words = NDArray[np.unsignedinteger]
+Words = NDArray[Any]
 
 
 class Permutation:
@@ -112,4 +114,45 @@ class Stream:
         """That part cut for accumulation. The last piece is never empty: it is the one that synchronises gradients."""
         part = self.batch(step, rank, world)
         cuts = [len(part) * i // accumulation for i in range(accumulation + 1)]
-        return [Slice(part.epoch[a:b], part.index[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [Slice(part.epoch[a:b], part.index[a:b]) for a, b in pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a run's data are cut: micro-batch × accumulation × world = global batch."""
+
+    dataset: int
+    micro_batch: int
+    accumulation: int
+    world: int
+    global_batch: int
+    n_steps: int
+
+    @classmethod
+    def of(cls, request: Request, dataset: int, world: int, bound: int | None = None) -> "Sizes":
+        """`bound`: the global batch of the run that is resumed; it holds on any world."""
+        data = request.train.data
+        fixed = data.global_batch_size or bound
+        if bound and fixed != bound:
+            raise ValueError(f"the run to resume has a global batch of {bound}; it cannot go on with {fixed}")
+        global_batch = fixed or data.batch_size * world * max(1, data.gradient_accumulation_steps)
+        if global_batch < world:
+            raise ValueError(f"a global batch of {global_batch} does not go round {world} ranks; start fewer")
+        if dataset < global_batch:
+            raise ValueError(
+                f"the training set has {dataset} samples, fewer than the global batch of {global_batch}; "
+                "lower --batch_size or --global_batch_size"
+            )
+        share = -(-global_batch // world)
+        accumulation = -(-share // data.batch_size)
+        n_steps = data.n_steps
+        if data.epochs is not None:
+            n_steps = -(-data.epochs * dataset // global_batch)
+        if n_steps is None:
+            raise ValueError("say how long to train: --n_steps or --epochs")
+        n_steps = min(n_steps, request.smoke or n_steps)
+        return cls(dataset, -(-share // accumulation), accumulation, world, global_batch, n_steps)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.dataset / self.global_batch

@@ -38,10 +38,10 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def picture(self, step: int, name: str, path: Path) -> None: ...  # noqa: B027
-    def message(self, text: str) -> None: ...  # noqa: B027
-    def advance(self, step: int) -> None: ...  # noqa: B027
-    def close(self) -> str | None: ...  # noqa: B027
+    def picture(self, step: int, name: str, path: Path) -> None: ...
+    def message(self, text: str) -> None: ...
+    def advance(self, step: int) -> None: ...
+    def close(self) -> str | None: ...
 
 
 class Console(Tracker):
@@ -67,8 +67,8 @@ class Console(Tracker):
         if step > self._marks[-1][0]:
             self._marks = [*self._marks[:2], (step, self._clock())]
         self._shown = self._shown | dict(values)  # replaced, not changed: the drawing thread may be reading it
-        if self._live is None:
-            self.message("  ".join(filter(None, [f"step {step}/{self._total}", *_numbers(values), self._left(step)])))
+        if self._live is None and (numbers := _numbers(values)):
+            self.message("  ".join(filter(None, [f"step {step}/{self._total}", *numbers, self._left(step)])))
 
     def message(self, text: str) -> None:
         self._screen.print(Text(text), soft_wrap=True)

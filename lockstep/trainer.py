@@ -1,7 +1,7 @@
 """The loop. `train_step` is the whole training step; `fit` is what happens around it.
 
-    trainer = Trainer(request, world, place)
-    outcome = trainer.fit()
+trainer = Trainer(request, world, place)
+outcome = trainer.fit()
 """
 
 import math
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from . import checkpoint, evaluate, loader, optim, parallel, precision, trackers
-from .config import Request, Sizes
+from .config import Request
 from .distributed import Signals, Vote, World
 from .ema import Ema
 from .recipe import Objective, Recipe
 from .run import Place, Receipt, devices, without_effect
-from .stream import Stream
+from .stream import Sizes, Stream
 from .watch import OutOfLockstep, Watch
 
 __all__ = ["Diverged", "OutOfLockstep", "Outcome", "Trainer"]
@@ -121,12 +121,12 @@ class Trainer:
     def train_step(self) -> None:
         """One optimizer update from one global batch."""
         for micro in self.loader.step():
-            if not len(micro.index):
+            if not len(micro.indices):
                 continue  # more micro-batches than samples on this rank; never the last one
             with nullcontext() if micro.last else self.replica.no_sync():
                 with self.precision.autocast:
-                    total, weight, logs = self.replica.forward(micro.batch, micro.epoch, micro.index)
-                self.update.loss(total, weight, len(micro.index)).backward()
+                    total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices)
+                self.update.loss(total, weight, len(micro.indices)).backward()
             self.totals.add(total, weight, logs)
             self.watch.ledger.used.append(micro.samples)
         self.update.step(self.step)
@@ -197,7 +197,7 @@ class Trainer:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def receipt(self) -> Receipt:
-        settings, sizes, run, update = self.config.optim, self.sizes, self.config.run, self.update
+        settings, sizes, update = self.config.optim, self.sizes, self.update
         full = update.full_lr[0]
         rule = "" if settings.lr_scaling == "none" else f" = {settings.lr:g} scaled {settings.lr_scaling}"
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -313,7 +313,7 @@ class Trainer:
         bad_steps, best, self.new_best = int(self.update.bad_steps), self.new_best, False
         if not self.world.is_main:
             return
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         tensors = {
             "model": self.model.state_dict(),
             "optimizer": checkpoint.optimizer_tensors(self.update.optimizer, names),
@@ -340,7 +340,7 @@ class Trainer:
         for ema in self.emas:
             averaged = start.tensors.get(f"ema-{ema.decay}")
             if averaged is None:
-                raise ValueError(f"{what} has no averages with decay {ema.decay}; give the --ema_decay it was made with")
+                raise ValueError(f"{what} has no averages with decay {ema.decay}; give the --ema_decay of its run")
             ema.restore(averaged)
         checkpoint.restore_optimizer(self.update.optimizer, self.model.named_parameters(), start.tensors["optimizer"])
         self.step, state = start.step, start.state
@@ -355,7 +355,7 @@ class Trainer:
         if f"rank{self.world.rank}.cuda" in generators and self.world.device.type == "cuda":
             torch.cuda.set_rng_state(generators[f"rank{self.world.rank}.cuda"], self.world.device)
         if self.step >= self.sizes.n_steps:
-            raise ValueError(f"{what} is at step {self.step}, and the run is {self.sizes.n_steps} steps long: nothing to do")
+            raise ValueError(f"{what} is at step {self.step} of {self.sizes.n_steps}: there is nothing left to do")
 
     def _close(self, stopped_by: str | None) -> Outcome:
         """Save what there is, write the weights as plain files, and let go of everything."""

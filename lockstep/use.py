@@ -58,7 +58,7 @@ def _open(path: Path, which: str) -> Trained:
     if checkpoint.is_checkpoint(where):
         return Trained(folder, found(request.options), checkpoint.load(where))
     if which == "last":
-        newest = checkpoint.newest(where, lambda text: print(text, file=sys.stderr))
+        newest = checkpoint.newest(where, lambda text: print(text, file=sys.stderr))  # noqa: T201
         if newest is None:
             raise ValueError(f"there is no good checkpoint in {where}")
         return Trained(folder, found(request.options), newest)
@@ -91,7 +91,7 @@ def sample(words: list[str]) -> int:
         "Sample", [("n", int, 64), ("settings", settings_type, dataclasses.field(default_factory=settings_type)),
                    ("use", Use, dataclasses.field(default_factory=Use))],
     )  # fmt: skip
-    flags = tyro.cli(
+    flags: Any = tyro.cli(
         target, args=words[1:], prog="lockstep sample RUN", use_underscores=True, config=(tyro.conf.OmitArgPrefixes,)
     )
     use: Use = flags.use

@@ -149,7 +149,13 @@ class DiTRecipe(Recipe):
         return torch.cat(chunks)
 
     def _trajectory(
-        self, model: nn.Module, label: Tensor, rng: Rng, cfg: float = 2.5, steps: int | None = None, frames: int = _FRAMES
+        self,
+        model: nn.Module,
+        label: Tensor,
+        rng: Rng,
+        cfg: float = 2.5,
+        steps: int | None = None,
+        frames: int = _FRAMES,
     ) -> Tensor:
         side, steps = self.options.img_size, steps or self.options.sample_steps
         x = rng.normal("start", CHANNELS, side, side)
