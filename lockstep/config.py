@@ -216,7 +216,7 @@ class TrainConfig:
 
 @dataclass
 class Request:
-    """What the user asked for: settings, the recipe's options, and which of them were given and not defaults."""
+    """What the user asked for: settings, the recipe's options, and which of them the user gave."""
 
     recipe: type[Recipe]
     train: TrainConfig
@@ -249,8 +249,8 @@ def parse(recipe: type[Recipe], argv: Sequence[str], prog: str) -> Request:
         target, args=_words(_from_mapping(recipe.defaults, known, recipe.__name__)), config=(tyro.conf.OmitArgPrefixes,)
     )
     typed = _split(argv, known)
-    layers = [*_files(recipe, typed, known), typed]
-    layers = _settle_exclusive(layers)
+    below, file = _files(recipe, typed, known)
+    layers = _settle_exclusive([*below, file, typed])
     for winner, loser in (*EXCLUSIVE, *((b, a) for a, b in EXCLUSIVE)):
         if any(name == winner for layer in layers for name, _ in layer):
             _forget(defaults, loser)
@@ -266,7 +266,7 @@ def parse(recipe: type[Recipe], argv: Sequence[str], prog: str) -> Request:
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
     train = TrainConfig(**{f.name: getattr(result, f.name) for f in dataclasses.fields(TrainConfig)})
-    request = Request(recipe, train, getattr(result, _group(recipe)), frozenset(name for name, _ in flags))
+    request = Request(recipe, train, getattr(result, _group(recipe)), frozenset(name for name, _ in [*file, *typed]))
     _apply_smoke(request)
     return request
 
@@ -351,8 +351,10 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     return content or {}
 
 
-def _files(recipe: type[Recipe], typed: list[Flag], known: Mapping[str, bool]) -> list[list[Flag]]:
-    """The layers below the command line that it names: preset, resumed run, config file."""
+def _files(
+    recipe: type[Recipe], typed: list[Flag], known: Mapping[str, bool]
+) -> tuple[list[list[Flag]], list[Flag]]:
+    """What the command line names: the layers of preset and resumed run, and that of the config file."""
     values = {name: words[0].partition("=")[2] if "=" in words[0] else " ".join(words[1:]) for name, words in typed}
     layers = []
     file = read_yaml(Path(values["config"])) if values.get("config") else {}
@@ -365,9 +367,7 @@ def _files(recipe: type[Recipe], typed: list[Flag], known: Mapping[str, bool]) -
     resumed = _resumed_config(values.get("resume"), values.get("out"))
     if resumed:
         layers.append(_from_mapping(read_yaml(resumed), known, str(resumed)))
-    if file:
-        layers.append(_from_mapping(file, known, values["config"]))
-    return layers
+    return layers, _from_mapping(file, known, values.get("config", ""))
 
 
 def _resumed_config(resume: str | None, out: str | None) -> Path | None:

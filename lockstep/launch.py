@@ -32,7 +32,8 @@ def processes(hardware: Hardware) -> int:
 def start(nproc: int, command: list[str], patience: int = 120) -> int:
     """Run `command` (what follows `python`) in `nproc` ranks; its exit status. A signal gives it `patience` seconds."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks speak for themselves
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks speak for themselves
     with tempfile.TemporaryDirectory(prefix="lockstep-") as logs:
         config = LaunchConfig(
             min_nodes=1,

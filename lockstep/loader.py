@@ -85,6 +85,7 @@ class Loader:
                 collate_fn=_as_it_is,  # type: ignore[arg-type]
                 pin_memory=world.device.type == "cuda",
                 prefetch_factor=4 if workers else None,
+                generator=torch.Generator(),  # or it would draw from the global one, which is dropout's
             )
         )
         self._move: Callable[[Any], Any] = lambda data: to_device(data, world.device, dtype)

@@ -80,9 +80,6 @@ class Slice:
     epoch: Indices
     index: Indices
 
-    def __len__(self) -> int:
-        return len(self.index)
-
 
 class Stream:
     """The endless sequence of sample indices, cut into global batches."""
@@ -113,7 +110,7 @@ class Stream:
     def micro_batches(self, step: int, rank: int, world: int, accumulation: int) -> list[Slice]:
         """That part cut for accumulation. The last piece is never empty: it is the one that synchronises gradients."""
         part = self.batch(step, rank, world)
-        cuts = [len(part) * i // accumulation for i in range(accumulation + 1)]
+        cuts = [len(part.index) * i // accumulation for i in range(accumulation + 1)]
         return [Slice(part.epoch[a:b], part.index[a:b]) for a, b in pairwise(cuts)]
 
 

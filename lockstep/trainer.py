@@ -147,21 +147,21 @@ class Trainer:
                 self.trackers.advance(self.step)
                 if at_end or self.step % run.log_every == 0:
                     self._log()
-                if self._due(run.eval_every, at_end):
+                if at_end or self._due(run.eval_every):
                     self._evaluate()
-                if self._due(run.sample_every, at_end):
-                    self._sample()
-                if not at_end and (self.new_best or self._due(run.save_every, at_end)):
-                    self._save()
                 if run.patience and self.bad_evaluations >= run.patience:
                     stopped_by = "patience"
-                if wish := vote.cast(signals.received):
+                elif wish := vote.cast(signals.received):
                     stopped_by = signal.Signals(wish).name
+                elif not at_end and (self.new_best or self._due(run.save_every)):
+                    self._save()
+                if not at_end and stopped_by is None and self._due(run.sample_every):
+                    self._sample()
             vote.finish()
             return self._close(stopped_by)
 
-    def _due(self, every: int, at_end: bool) -> bool:
-        return at_end or (every > 0 and self.step % every == 0)
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
 
     def _open(self) -> None:
         """Say what is about to happen, before it does."""
@@ -358,7 +358,7 @@ class Trainer:
             raise ValueError(f"{what} is at step {self.step} of {self.sizes.n_steps}: there is nothing left to do")
 
     def _close(self, stopped_by: str | None) -> Outcome:
-        """Save what there is, write the weights as plain files, and let go of everything."""
+        """Save what there is, write the weights as plain files, make the last samples, and let go of everything."""
         if self.watch.ledger.used:
             self.watch.check(self.step)
         done = stopped_by in (None, "patience")
@@ -369,6 +369,8 @@ class Trainer:
                 self.say(failure)
             if done:
                 self._export()
+        if done:
+            self._sample()
         self.trackers.close()
         del self.replica, self.loader
         return Outcome(self.step, self.place.folder, stopped_by, self.made)

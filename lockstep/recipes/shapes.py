@@ -22,11 +22,11 @@ from ..rng import Rng
 SIZES: dict[Split, int] = {"train": 50_000, "val": 1_000, "test": 1_000}
 _SEEDS: dict[Split, int] = {"train": 1, "val": 2, "test": 3}
 
-_TILT = 15
+_TILT = 12
 """Largest rotation either way, in degrees."""
-_SHIFT = 0.18
+_SHIFT = 0.12
 """Largest distance of the centre from the image's, each way; the image reaches from −1 to 1."""
-_SMALLEST, _LARGEST = 0.55, 0.75
+_SMALLEST, _LARGEST = 0.58, 0.76
 """Half the extent of a shape."""
 _SHADE = 0.12
 """Largest darkening of a colour."""

@@ -130,8 +130,7 @@ def _read(file: Path, side: int) -> Tensor:
         raise ValueError(f"the image {file} cannot be read ({error}); remove or replace it") from error
     edge = min(image.size)
     left, top = (image.width - edge) // 2, (image.height - edge) // 2
-    box = (left, top, left + edge, top + edge)
-    image = image.resize((side, side), Image.Resampling.LANCZOS, box=box, reducing_gap=3.0)
+    image = image.crop((left, top, left + edge, top + edge)).resize((side, side), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 

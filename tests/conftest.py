@@ -1,0 +1,23 @@
+"""What tests share: a tiny recipe, and the state of the process put back after each test."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def process_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Environment, default dtype, generator and threads are as before, whatever a test did to them."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_rng_state(state)
+    torch.set_num_threads(threads)
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)

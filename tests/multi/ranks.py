@@ -1,0 +1,79 @@
+"""Real processes with gloo, started once for a world and used by many tests.
+
+    def work(world: World, x: int) -> int: ...           # a function of a test module
+    ranks(3)(work, 7) -> [result of rank 0, of rank 1, of rank 2]
+"""
+
+import gc
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    import torch
+
+    from lockstep.config import Hardware
+    from lockstep.distributed import connect, disconnect
+
+    torch.set_num_threads(1)
+    world = connect(Hardware(device="cpu", timeout=120))
+    while (task := pipe.recv()) is not None:
+        module, name, arguments = task
+        dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(world, *arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(state)
+        gc.collect()
+    disconnect(world)
+
+
+class Ranks:
+    """A world of processes that wait for work."""
+
+    def __init__(self, size: int):
+        context = multiprocessing.get_context("spawn")
+        self.size, port = size, free_port()
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __call__(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((work.__module__, work.__name__, arguments))
+        answers = [pipe.recv() for pipe in self.pipes]
+        for rank, (fine, answer) in enumerate(answers):
+            assert fine, f"rank {rank}: {answer}"
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()

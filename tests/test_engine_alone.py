@@ -1,0 +1,145 @@
+"""The engine in one process: what does not need ranks."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from engine import lines, train, trainer
+
+from lockstep.distributed import World
+
+PACKAGE = Path(sys.modules["lockstep"].__file__).parent  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_runs_through_few_files_and_functions(tmp_path: Path, accumulation: int) -> None:
+    flags = ["--ema_decay", "0.99", "--clip_grad", "1", "--num_workers", "1"]
+    flags += ["--gradient_accumulation_steps", str(accumulation), "--out", str(tmp_path / "run")]
+    run = trainer(World(), "Labelled", flags)
+    run.train_step()  # workers started, first epoch's order made
+    seen: set[tuple[str, str]] = set()
+
+    def look(frame, event, _):  # type: ignore[no-untyped-def]
+        code = frame.f_code
+        caller = frame
+        while caller is not None:
+            if caller.f_code.co_name == "forward" and caller.f_code.co_filename.endswith("recipe.py"):
+                return  # inside the objective: the model's side
+            caller = caller.f_back
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and not code.co_name.startswith("<"):
+            seen.add((Path(code.co_filename).name, code.co_qualname))
+
+    sys.setprofile(look)
+    try:
+        run.train_step()
+    finally:
+        sys.setprofile(None)
+    seen = {entry for entry in seen if entry[1] != "Objective.forward"}
+    files = {file for file, _ in seen}
+    assert {"trainer.py", "loader.py", "stream.py", "optim.py", "ema.py"} <= files
+    assert len(files) <= 6, sorted(files)
+    assert len(seen) <= 20, sorted(seen)
+
+
+def test_the_loss_is_the_mean_over_the_elements_of_the_global_batch(tmp_path: Path) -> None:
+    """Micro-batches with different numbers of labels: a mean of means would be wrong."""
+    flags = ["--global_batch_size", "24", "--n_steps", "10", "--precision", "fp64", "--log_every", "1"]
+    weights = [
+        train(World(), "Labelled", [*flags, "--batch_size", str(micro), "--out", str(tmp_path / str(micro))])
+        for micro in (24, 8, 5)
+    ]
+    for other in weights[1:]:
+        for name, tensor in weights[0].items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-11, atol=1e-13)
+    curves = [[line["loss"] for line in lines(tmp_path / str(micro)) if "loss" in line] for micro in (24, 8, 5)]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-12) and curves[0] == pytest.approx(curves[2], rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp64"])
+def test_every_precision_learns(tmp_path: Path, precision: str) -> None:
+    out = tmp_path / "run"
+    train(World(), "Plain", ["--precision", precision, "--n_steps", "150", "--log_every", "10", "--out", str(out)])
+    losses = [line["loss"] for line in lines(out) if "loss" in line]
+    assert losses[-1] < 0.5 * losses[0], losses
+
+
+def test_an_overflow_in_fp16_halves_the_scale_and_changes_nothing_else(tmp_path: Path) -> None:
+    run = trainer(World(), "Plain", ["--precision", "fp16", "--n_steps", "4", "--out", str(tmp_path / "run")])
+    assert run.precision.scaler is not None
+    run.precision.scaler.scale.fill_(2.0**40)
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    run.train_step()
+    assert run.precision.scaler.scale.item() == 2.0**39
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
+    run.precision.scaler.scale.fill_(2.0**10)
+    run.train_step()
+    assert not all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
+
+
+def test_golden_losses_of_tiny_do_not_depend_on_when_they_are_logged(tmp_path: Path) -> None:
+    often, rarely = tmp_path / "a", tmp_path / "b"
+    train(World(), "Tiny", ["--n_steps", "10", "--log_every", "1", "--out", str(often)])
+    train(World(), "Tiny", ["--n_steps", "10", "--log_every", "10", "--out", str(rarely)])
+    each = [line["loss"] for line in lines(often) if "loss" in line]
+    (mean,) = [line["loss"] for line in lines(rarely) if "loss" in line]
+    assert sum(each) / 10 == pytest.approx(mean, rel=1e-6)
+
+
+def test_patience_stops_the_run_and_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = ["--n_steps", "400", "--eval_every", "5", "--patience", "2", "--min_delta", "1e9", "--keep", "1"]
+    run = trainer(World(), "Plain", [*flags, "--out", str(out)])
+    outcome = run.fit()
+    assert (outcome.stopped_by, outcome.step) == ("patience", 15)
+    assert (out / "checkpoints" / "best").resolve().name == "step-00000005"
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    flags = ["--ema_decay", "0.9", "--schedule", "cosine", "--warmup_steps", "3"]
+    expected = train(World(), "WithDropout", [*flags, "--n_steps", "12", "--out", whole])
+    cut = trainer(World(), "WithDropout", [*flags, "--n_steps", "12", "--save_every", "7", "--out", parts])
+    cut._open()
+    cut.model.train()
+    for _ in range(7):
+        cut.train_step()
+        cut.step += 1
+    cut._save()
+    cut.checkpoints.wait()
+    resumed = train(World(), "WithDropout", ["--resume", parts])  # the run's own settings hold
+    for name, tensor in expected.items():
+        assert torch.equal(resumed[name], tensor), name
+    ends = [Path(folder) / "checkpoints" / "step-00000012" for folder in (whole, parts)]
+    for file in ("model.safetensors", "ema-0.9.safetensors", "optimizer.safetensors", "rng.safetensors"):
+        assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes(), file
+
+
+def test_the_weights_are_written_as_plain_files(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    weights = train(World(), "Tiny", ["--n_steps", "3", "--ema_decay", "0.9", "0.5", "--out", str(out)])
+    model = tiny.Tiny().model()
+    model.load_state_dict(torch.load(out / "model.pth", weights_only=True))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    for name in ("model.safetensors", "model_ema.safetensors", "model_ema-0.5.safetensors", "config.yaml", "log.txt"):
+        assert (out / name).exists() or name == "log.txt"
+
+
+def test_a_tracker_that_cannot_start_does_not_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    flags = ["--n_steps", "3", "--tensorboard", "--logdir", str(blocked / "log"), "--out", str(out)]
+    train(World(), "Tiny", flags)
+    assert (out / "model.pth").exists()
+    assert "TensorBoard is off" in (out / "log.txt").read_text()
+
+
+def test_compiled_equals_eager(tmp_path: Path) -> None:
+    flags = ["--n_steps", "4", "--precision", "fp64"]
+    eager = train(World(), "Tiny", [*flags, "--compile", "off", "--out", str(tmp_path / "a")])
+    compiled = train(World(), "Tiny", [*flags, "--compile", "on", "--out", str(tmp_path / "b")])
+    for name, tensor in eager.items():
+        torch.testing.assert_close(compiled[name], tensor, rtol=1e-9, atol=1e-12)

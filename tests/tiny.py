@@ -1,0 +1,99 @@
+"""Recipes small enough to train in a blink, for the engine's tests."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep import Loss, Recipe, Rng
+
+
+class Points:
+    """Point i of a noisy curve: drawn from i alone."""
+
+    def __init__(self, size: int = 997, labelled: bool = False):
+        self.size, self.labelled = size, labelled
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        rng = Rng.of(77, torch.zeros(1, dtype=torch.int64), torch.tensor([i]))
+        x = rng.normal("x", 6)[0]
+        known = rng.bernoulli("known", 0.1 + 0.8 * (i % 7) / 7, 4)[0]
+        return {"x": x, "y": torch.stack([x[:3].sum(), x[3:].prod(), x[0] * x[1], x[2].sin()]), "known": known}
+
+
+@dataclass
+class Options:
+    """The tiny one's flags."""
+
+    width: int = 16
+    """Hidden units."""
+    size: int = 997
+    """Training points."""
+    poison_from: int = -1
+    """From this call of loss on, the loss is not a number (-1: never)."""
+    poison_to: int = 1 << 60
+    """Up to, but without, this call."""
+
+
+class Tiny(Recipe):
+    """Fit a curve with a small network."""
+
+    name = "tiny"
+    Options = Options
+    defaults = {"n_steps": 20, "batch_size": 8, "lr": 1e-2, "log_every": 5, "save_every": 0, "tensorboard": False}
+    presets = {"short": {"n_steps": 3}}
+
+    def __init__(self, options: Any = None):
+        super().__init__(options)
+        self.calls = 0
+
+    def model(self) -> nn.Module:
+        width = self.options.width
+        return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
+
+    def dataset(self, split: str) -> Points:
+        return Points(self.options.size if split == "train" else 101)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], rng: Rng) -> Loss:
+        noise = 0.01 * rng.normal("noise", 4, dtype=batch["y"].dtype)
+        error = (model(batch["x"]) - batch["y"] - noise).square()
+        total = error.sum()
+        if model.training:
+            if self.options.poison_from <= self.calls < self.options.poison_to and self.options.poison_from >= 0:
+                total = total * float("nan")
+            self.calls += 1
+        return Loss(total, error.numel(), absolute=error.sqrt().sum().detach())
+
+
+class Labelled(Tiny):
+    """The same with labels missing here and there: the weight depends on the data."""
+
+    name = "labelled"
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], rng: Rng) -> Loss:
+        error = F.mse_loss(model(batch["x"]), batch["y"], reduction="none")
+        return Loss((error * batch["known"]).sum(), batch["known"].sum())
+
+
+class WithDropout(Tiny):
+    """With dropout, whose randomness is the rank's own."""
+
+    name = "dropout"
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 4))
+
+
+class Plain(Tiny):
+    """The mean squared error and nothing else: what a hand-written loop would have."""
+
+    name = "plain"
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], rng: Rng) -> Loss:
+        error = (model(batch["x"]) - batch["y"]).square()
+        return Loss(error.sum(), error.numel())
