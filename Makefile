@@ -1,0 +1,39 @@
+# make train        from nothing to a trained model and its samples
+# make test         everything; make test-quick: what takes seconds
+# make lint         format, lint, types
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo auto || echo 2)
+
+.PHONY: setup train test test-quick lint format clean
+
+setup: $(READY)
+
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+train: $(READY)
+	$(BIN)/lockstep train dit --preset laptop --nproc $(NPROC) $(FLAGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-quick: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
