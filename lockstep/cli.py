@@ -39,7 +39,7 @@ def _recipes(_: Arguments) -> int:
     for name, point in sorted(recipe.installed().items()):
         found = point.load()
         presets = f"  presets: {', '.join(found.presets)}" if found.presets else ""
-        print(f"{name:12} {(found.__doc__ or '').strip().splitlines()[0]}{presets}")
+        print(f"{name:12} {(found.__doc__ or '').strip().partition(chr(10))[0]}{presets}")
     return 0
 
 
@@ -95,6 +95,10 @@ def finish(act: Callable[[], int]) -> None:
     status = 1
     try:
         status = act()
+    except distributed.Unreachable as error:
+        status = 2
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"lockstep: {_rank()}{error}", file=sys.stderr)
     except ValueError as error:
         status = 2
         _say(f"lockstep: {error}")
@@ -102,10 +106,13 @@ def finish(act: Callable[[], int]) -> None:
         _say(f"lockstep: {error}")
     except KeyboardInterrupt:
         status = 130
-    except SystemExit as end:
+    except SystemExit as end:  # the flags' parser, which has spoken on rank 0
         status = end.code if isinstance(end.code, int) else 1
-    except Exception:
-        _say(f"{_rank()}{traceback.format_exc()}")
+        if status:
+            distributed.first_to_fail()
+    except Exception as error:
+        lost = distributed.lost_contact(error)
+        _say(f"lockstep: {_rank()}{lost}" if lost else f"{_rank()}{traceback.format_exc()}")
     sys.stdout.flush()
     sys.stderr.flush()
     if status and "RANK" in os.environ:

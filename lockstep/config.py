@@ -351,9 +351,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     return content or {}
 
 
-def _files(
-    recipe: type[Recipe], typed: list[Flag], known: Mapping[str, bool]
-) -> tuple[list[list[Flag]], list[Flag]]:
+def _files(recipe: type[Recipe], typed: list[Flag], known: Mapping[str, bool]) -> tuple[list[list[Flag]], list[Flag]]:
     """What the command line names: the layers of preset and resumed run, and that of the config file."""
     values = {name: words[0].partition("=")[2] if "=" in words[0] else " ".join(words[1:]) for name, words in typed}
     layers = []

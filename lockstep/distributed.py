@@ -26,6 +26,10 @@ _FAILED = "lockstep/failed"
 _failures: dist.Store | None = None
 
 
+class Unreachable(ValueError):
+    """This rank cannot meet the others. Each machine may have a reason of its own."""
+
+
 @dataclass
 class World:
     """This process among the others."""
@@ -86,11 +90,26 @@ class World:
 def first_to_fail() -> bool:
     """Whether no other rank has failed before: only the first failure is worth the user's eyes."""
     if _failures is None:  # before ranks know each other they all find the same thing wrong
-        return os.environ.get("RANK", "0") == "0"
+        if os.environ.get("RANK", "0") == "0":
+            return True
+        threading.Event().wait(10)  # the launcher ends all at the first exit: let rank 0, who speaks, be that
+        return False
     try:
         return _failures.add(_FAILED, 1) == 1
     except Exception:  # the store died with the process that failed first
         return False
+
+
+def lost_contact(error: Exception) -> str | None:
+    """In plain words, if what failed is the talk between ranks: the cause is elsewhere, a stack trace would mislead."""
+    text = str(error)
+    if not isinstance(error, dist.DistError | RuntimeError):
+        return None
+    if any(sign in text for sign in ("imed out", "imeout")):
+        return f"waited too long for another rank (--timeout): {text.splitlines()[0]}"
+    if any(sign in text for sign in ("onnection closed", "onnection reset", "roken pipe", "remote process exited")):
+        return "lost contact with another rank, which has ended"
+    return None
 
 
 class Vote:
@@ -176,7 +195,7 @@ def connect(hardware: Hardware) -> World:
             backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=nccl_device
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise ValueError(_explain(error, where, hardware.timeout)) from None
+        raise Unreachable(_explain(error, where, hardware.timeout)) from None
     control = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
     world = World(rank, size, local_rank, device, "nccl" if device.type == "cuda" else "gloo", control)
     if size > 1:

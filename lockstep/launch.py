@@ -58,8 +58,9 @@ def start(nproc: int, command: list[str], patience: int = 120) -> int:
 
 
 def _status(error: ChildFailedError) -> int:
-    """The first failure's exit status. A rank that could not speak any more is spoken for."""
-    rank, failure = error.get_first_failure()
+    """The first failure's exit status. A rank that was killed failed first, and is spoken for."""
+    killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    rank, failure = killed[0] if killed else error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode
     name = signal.Signals(-failure.exitcode).name

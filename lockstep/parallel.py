@@ -1,5 +1,6 @@
 """One objective on many ranks. The only file that names DistributedDataParallel."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .distributed import World
+
+# The option that broadcasts buffers at every forward pass has another name since torch 2.13.
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
 
 
 @dataclass
@@ -33,7 +41,7 @@ def wrap(objective: nn.Module, world: World, compile: bool) -> Replica:
         # A static graph finds unused parameters by itself, but its hooks do not go together with compiled graphs,
         # which Dynamo cuts at bucket borders so that communication still overlaps with the backward pass.
         static_graph=not compile,
-        broadcast_buffers=_has_batch_norm(objective),
+        **{_SYNC_BUFFERS: _has_batch_norm(objective)},  # type: ignore[arg-type]
     )
     if compile:
         return Replica(torch.compile(ddp), ddp.no_sync)

@@ -53,8 +53,8 @@ def holds_a_run(folder: Path) -> bool:
 
 def _latest(how: str, folder: Path | None, runs: Path, report: Any) -> Place:
     found = checkpoint.newest(folder / "checkpoints", report) if folder else None
-    if found is None and how == "latest":
-        raise ValueError(f"--resume latest, but there is no good checkpoint in {folder or runs}; use --resume auto")
+    if found is None and (how == "latest" or (folder and any((folder / "checkpoints").glob("step-*")))):
+        raise ValueError(f"there is no good checkpoint in {folder or runs}; to start anew choose another --out")
     return Place(folder or _fresh(runs), found.path if found else None)
 
 

@@ -100,8 +100,9 @@ class Trainer:
         self.loader = self._loader()
         self.totals = Totals()
         self.made: tuple[Path, ...] = ()
-        self.checkpoints = checkpoint.Checkpoints(place.folder / "checkpoints", self.config.run.keep)
         self.trackers = trackers.Trackers({})
+        if world.is_main:
+            self.checkpoints = checkpoint.Checkpoints(place.folder / "checkpoints", self.config.run.keep)
 
     def _update(self) -> optim.Update:
         settings = self.config.optim
@@ -324,6 +325,7 @@ class Trainer:
             "step": self.step,
             "global_batch": self.sizes.global_batch,
             "world": self.world.size,
+            "optimizer": type(self.update.optimizer).__name__,
             "best": self.best,
             "bad_evaluations": self.bad_evaluations,
             "bad_steps": bad_steps,
@@ -342,6 +344,8 @@ class Trainer:
             if averaged is None:
                 raise ValueError(f"{what} has no averages with decay {ema.decay}; give the --ema_decay of its run")
             ema.restore(averaged)
+        if start.state["optimizer"] != type(self.update.optimizer).__name__:
+            raise ValueError(f"{what} was made with {start.state['optimizer']}; give the --optimizer of its run")
         checkpoint.restore_optimizer(self.update.optimizer, self.model.named_parameters(), start.tensors["optimizer"])
         self.step, state = start.step, start.state
         self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]

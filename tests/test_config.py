@@ -168,13 +168,14 @@ def test_smoke_caps_steps_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_flag_is_documented_and_unique() -> None:
     import ast
     import inspect
+    from itertools import pairwise
 
     from lockstep import config
 
     names = []
     for group in (config.Data, config.Optim, config.Hardware, config.Run):
         body = ast.parse(inspect.getsource(group)).body[0].body  # type: ignore[attr-defined]
-        for field, text in zip(body, body[1:], strict=False):
+        for field, text in pairwise(body):
             if isinstance(field, ast.AnnAssign):
                 names.append(field.target.id)  # type: ignore[union-attr]
                 assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant), names[-1]

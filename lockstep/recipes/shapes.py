@@ -78,7 +78,7 @@ def _diamond(x: Tensor, y: Tensor) -> Tensor:
 
 def _plus(x: Tensor, y: Tensor) -> Tensor:
     x, y = x.abs(), y.abs()
-    return torch.maximum(torch.minimum(x, y) - 0.27, torch.maximum(x, y) - 0.92)
+    return torch.maximum(torch.minimum(x, y) - 0.3, torch.maximum(x, y) - 0.92)
 
 
 def _star(x: Tensor, y: Tensor) -> Tensor:
@@ -89,12 +89,15 @@ def _star(x: Tensor, y: Tensor) -> Tensor:
     x, y = x - over * c, y + over * s
     over = 2 * (-c * x - s * y).clamp(min=0)
     x, y = x + over * c, y + over * s
-    edge_x, edge_y = 0.42 * s, 0.42 * c - 1  # from the tip (0, 1) to the notch beside it
-    return ((y - 1) * edge_x - x.abs() * edge_y) / math.hypot(edge_x, edge_y)
+    tip = 1.12
+    edge_x, edge_y = 0.46 * s, 0.46 * c - 1  # the direction from the tip to the notch beside it
+    return ((y - tip) * edge_x - x.abs() * edge_y) / math.hypot(edge_x, edge_y)
 
 
 def _crescent(x: Tensor, y: Tensor) -> Tensor:
-    return torch.maximum(_length(x, y) - 0.92, 0.74 - _length(x - 0.44, y))
+    """Horns up: like all the others it is its own mirror image, so that flipping adds nothing foreign."""
+    y = y - 0.15
+    return torch.maximum(_length(x, y) - 0.98, 0.78 - _length(x, y - 0.58))
 
 
 def _heart(x: Tensor, y: Tensor) -> Tensor:
@@ -180,11 +183,10 @@ class Shapes:
         """Where the pixels' centres lie in the shape's own coordinates: x and y, each (n, S, S)."""
         centre = (2 * rng.uniform("centre", 2, 1, 1, dtype=torch.float32) - 1) * _SHIFT
         angle = rng.integers("angle", len(_ANGLES), 1, 1)
-        mirror = 1.0 - 2.0 * rng.bernoulli("mirror", 0.5, 1, 1).to(torch.float32)
         cosine, sine = _COSINES[angle] / size, _SINES[angle] / size
         grid = (torch.arange(self.side, dtype=torch.float32) * 2 + (1 - self.side)) / self.side
         x, y = grid[None, None, :] - centre[:, 0], -grid[None, :, None] - centre[:, 1]
-        return (x * cosine + y * sine) * mirror, y * cosine - x * sine
+        return x * cosine + y * sine, y * cosine - x * sine
 
 
 def _colour(rng: Rng, name: str, palette: tuple[tuple[int, int, int], ...]) -> Tensor:

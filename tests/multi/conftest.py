@@ -1,6 +1,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from multi.ranks import Ranks
 
 

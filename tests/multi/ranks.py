@@ -1,7 +1,7 @@
 """Real processes with gloo, started once for a world and used by many tests.
 
-    def work(world: World, x: int) -> int: ...           # a function of a test module
-    ranks(3)(work, 7) -> [result of rank 0, of rank 1, of rank 2]
+def work(world: World, x: int) -> int: ...           # a function of a test module
+ranks(3)(work, 7) -> [result of rank 0, of rank 1, of rank 2]
 """
 
 import gc

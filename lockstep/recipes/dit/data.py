@@ -59,7 +59,7 @@ def describe(images: Images) -> str:
 class CifarImages:
     """CIFAR-10's binary files, memory-mapped: records of a label and 32×32 red, green and blue values."""
 
-    names = CIFAR_NAMES
+    names: tuple[str, ...] = CIFAR_NAMES
 
     def __init__(self, files: Sequence[Path]):
         self.source = f"CIFAR-10 binary in {files[0].parent}"

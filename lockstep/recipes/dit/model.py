@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "Nano": Size(128, 6, 4),
+    "Nano": Size(128, 4, 4),
     "Ti": Size(192, 12, 3),
     "S": Size(384, 12, 6),
     "B": Size(768, 12, 12),

@@ -1,0 +1,257 @@
+"""One run, started in every way there is; and how runs end that do not go to plan."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from multi.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+TINY = f"{tiny.__file__}:Tiny"
+SCRIPT = "from tiny import Tiny\n\nfrom lockstep import train\n\nif __name__ == '__main__':\n    train(Tiny)\n"
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "tests")}
+    return kept | path | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+def run(command: list[str], folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def receipt(folder: Path, out: str = "here") -> dict[str, str]:
+    return json.loads((folder / out / "receipt.json").read_text())
+
+
+WAYS = {
+    "lockstep": (["lockstep", "train", TINY], 1),
+    "lockstep nproc": (["lockstep", "train", TINY, "--nproc", "2"], 2),
+    "script": (["python", "train.py"], 1),
+    "script nproc": (["python", "train.py", "--nproc", "2"], 2),
+    "torchrun standalone": (["torchrun", "--nproc_per_node=2", "--standalone", "train.py"], 2),
+    "torchrun port": (["torchrun", "--nproc_per_node=2", "--master_port=PORT", "train.py"], 2),
+    "torchrun module": (["torchrun", "--nproc_per_node=2", "--standalone", "-m", "lockstep", "train", TINY], 2),
+    "launch": (["python", "-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT", "train.py"], 2),
+    "launch env": (
+        [
+            "python",
+            "-m",
+            "torch.distributed.launch",
+            "--use_env",
+            "--nproc_per_node=2",
+            "--master_port=PORT",
+            "train.py",
+        ],
+        2,
+    ),
+    "older launch": (["torchrun", "--nproc_per_node=1", "--standalone", "train.py", "--local_rank=0"], 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_start_gives_the_run(way: str, folder: Path) -> None:
+    words, world = WAYS[way]
+    words = [word.replace("PORT", str(free_port())) for word in words]
+    done = run([*words, "--out", "here", "--n_steps", "4"], folder)
+    assert done.returncode == 0, done.stderr
+    assert receipt(folder)["world"].startswith(f"{world},")
+    assert receipt(folder)["global batch"].endswith(f"= {8 * world}")
+    assert done.stdout.count("receipt") >= 1 and done.stdout.count("global batch") == 1  # rank 0 alone speaks
+    assert (folder / "here/model.pth").exists()
+
+
+@pytest.mark.slow
+def test_a_debugger_that_sets_the_environment_itself(folder: Path) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    command = ["python", "train.py", "--distributed", "--local_rank", "0", "--out", "here"]
+    done = run(command, folder, **variables)
+    assert done.returncode == 0, done.stderr
+    assert "gloo" in receipt(folder)["world"]
+
+
+@pytest.mark.slow
+def test_two_nodes_on_one_machine_by_node_rank(folder: Path) -> None:
+    port = str(free_port())
+    nodes = [
+        subprocess.Popen(
+            ["torchrun", "--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}",
+             "--nproc_per_node=1", "train.py", "--out", "here", "--n_steps", "4"],
+            cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    for node in nodes:
+        _, errors = node.communicate(timeout=180)
+        assert node.returncode == 0, errors
+    assert receipt(folder)["world"].startswith("2,")
+
+
+@pytest.mark.slow
+def test_distributed_without_the_environment_runs_alone_and_says_so(folder: Path) -> None:
+    done = run(["python", "train.py", "--ddp", "--out", "here", "--n_steps", "2"], folder)
+    assert done.returncode == 0, done.stderr
+    assert "there is one process; start it with torchrun or --nproc" in " ".join(done.stdout.split())
+
+
+def started(command: list[str], folder: Path, **extra: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """Read its output up to a line that holds `text`."""
+    assert process.stdout is not None
+    read = ""
+    for line in process.stdout:
+        read += line
+        if text in line:
+            return read
+    raise AssertionError(f"{text!r} never came: {read}\n{process.stderr.read() if process.stderr else ''}")
+
+
+def alive(marker: str) -> list[str]:
+    """Processes that have `marker` in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if marker in words and "pytest" not in words:
+            found.append(words)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, nproc: str) -> None:
+    out = str(folder / "here")
+    process = started(["lockstep", "train", TINY, "--nproc", nproc, "--n_steps", "1000000", "--out", out], folder)
+    wait_for(process, "step 10/")
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors and errors.strip() == ""
+    step = int(re.search(r"stopped by SIGINT after step (\d+)", rest).group(1))  # type: ignore[union-attr]
+    assert (folder / f"here/checkpoints/step-{step:08d}/manifest.json").exists()
+    assert not alive(out)
+    command = rest.split("go on with:")[1].split()
+    done = run([*command, "--n_steps", str(step + 5)], folder)
+    assert done.returncode == 0, done.stderr
+    assert f"at step {step}" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_with_one_message_and_no_strays(folder: Path) -> None:
+    out = str(folder / "here")
+    process = started(["lockstep", "train", TINY, "--nproc", "2", "--n_steps", "1000000", "--out", out], folder)
+    wait_for(process, "step 10/")
+    children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    victim = next(c for c in children if b"RANK=1" in Path(f"/proc/{c}/environ").read_bytes().split(b"\0"))
+    os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 137
+    assert "rank 1 was ended by SIGKILL" in errors
+    assert "Traceback" not in errors, errors
+    assert not alive(out)
+
+
+BROKEN = """
+import torch
+from tiny import Tiny
+from lockstep import train
+
+class Broken(Tiny):
+    name = "broken"
+    def loss(self, model, batch, rng):
+        if torch.distributed.get_rank() == 1 and self.calls == 3:
+            raise KeyError("the first failure")
+        return super().loss(model, batch, rng)
+
+if __name__ == "__main__":
+    train(Broken)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_failure_is_the_one_that_is_seen(folder: Path) -> None:
+    (folder / "broken.py").write_text(BROKEN)
+    done = run(["python", "broken.py", "--nproc", "2", "--out", "here"], folder)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1 and "rank 1: Traceback" in done.stderr
+    assert "the first failure" in done.stderr
+    assert not alive(str(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--size", "10", "--batch_size", "64"], "lockstep: the training set has 10 samples, fewer than"),
+        (["--out", "train.py/run"], "lockstep: cannot write to train.py/run"),
+        (["--batch_sise", "4"], "batch_size"),
+        (["--best_metric", "accuracy"], "best_metric is one of loss, not accuracy"),
+    ],
+)
+@pytest.mark.parametrize("how", ["nproc", "torchrun"])
+def test_what_the_user_got_wrong_is_said_once_with_status_2(
+    flags: list[str], said: str, how: str, folder: Path
+) -> None:
+    start = ["python", "train.py", "--nproc", "2"]
+    if how == "torchrun":
+        start = ["torchrun", "--nproc_per_node=2", "--standalone", "train.py"]
+    done = run([*start, "--out", "here", *flags], folder)
+    assert done.returncode == (2 if how == "nproc" else 1), done.stderr
+    assert done.stderr.count(said) == 1, done.stderr
+    if how == "nproc":
+        assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        done = run(["python", "train.py"], folder, **variables, MASTER_PORT=str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "is in use; choose another with --master_port or MASTER_PORT" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_reported_after_the_timeout(folder: Path) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    done = run(["python", "train.py", "--timeout", "3"], folder, **variables, MASTER_PORT=str(free_port()))
+    assert done.returncode == 2
+    assert "are all 2 of them started" in done.stderr and "within 3 s" in done.stderr
+
+
+def test_commands_explain_themselves(folder: Path) -> None:
+    assert "lockstep train RECIPE" in run(["lockstep"], folder).stdout
+    done = run(["lockstep", "tran"], folder)
+    assert done.returncode == 2 and "did you mean 'train'" in done.stderr
+    done = run(["lockstep", "train"], folder)
+    assert done.returncode == 2 and "say what to train" in done.stderr
+    assert "dit" in run(["lockstep", "recipes"], folder).stdout

@@ -1,0 +1,34 @@
+"""How recipes are found."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+
+from lockstep.recipe import find, installed
+
+
+def test_installed_recipes_are_found_by_name() -> None:
+    assert "dit" in installed() and find("dit").name == "dit"
+
+
+def test_a_recipe_in_a_file_is_found(tmp_path: Path) -> None:
+    file = Path(tiny.__file__)
+    assert find(f"{file}:Labelled").__name__ == "Labelled"
+    alone = tmp_path / "alone.py"
+    alone.write_text("from lockstep import Recipe\n\n\nclass Mine(Recipe):\n    pass\n")
+    assert find(str(alone)).spec == f"{alone}:Mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dti", "did you mean 'dit'"),
+        ("nowhere.py:Mine", "no file nowhere.py"),
+        (f"{tiny.__file__}", "say which recipe"),
+        (f"{tiny.__file__}:Missing", "say which recipe"),
+    ],
+)
+def test_what_is_not_found_is_explained(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        find(name)

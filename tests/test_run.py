@@ -1,0 +1,121 @@
+"""Where runs go, what is resumed, and the receipt."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tiny
+from engine import train, trainer
+
+from lockstep.config import parse
+from lockstep.distributed import World
+from lockstep.run import settle
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def place(*flags: str):
+    return settle(parse(tiny.Tiny, flags, "test"))
+
+
+def test_by_default_a_run_gets_a_new_folder_under_its_recipes_name() -> None:
+    first, second = place(), place()
+    assert first.folder.parent == Path("runs/tiny") and first.folder != second.folder
+    assert first.start is None
+
+
+def test_a_folder_with_another_run_is_not_touched() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    before = sorted(p.stat().st_mtime_ns for p in Path("here").rglob("*"))
+    with pytest.raises(ValueError, match="holds a run already; go on with it by --resume auto"):
+        place("--out", "here")
+    assert sorted(p.stat().st_mtime_ns for p in Path("here").rglob("*")) == before
+
+
+def test_a_folder_with_other_things_in_it_is_fine() -> None:
+    Path("here").mkdir()
+    Path("here/notes.txt").write_text("mine")
+    assert place("--save_dir", "here").folder == Path("here")
+
+
+def test_an_unwritable_folder_is_found_before_the_first_step() -> None:
+    Path("file").write_text("")
+    with pytest.raises(ValueError, match="cannot write to file/run"):
+        place("--out", "file/run")
+
+
+def test_resume_auto_starts_if_there_is_nothing_and_goes_on_if_there_is() -> None:
+    assert place("--resume", "auto", "--out", "here").start is None
+    train(World(), "Tiny", ["--n_steps", "4", "--save_every", "2", "--resume", "auto", "--out", "here"])
+    assert place("--resume", "auto", "--out", "here").start == Path("here/checkpoints/step-00000004")
+    assert place("--resume", "here").start == Path("here/checkpoints/step-00000004")
+    assert place("--resume", "here").folder == Path("here")
+
+
+def test_resume_latest_finds_the_newest_run_and_wants_one() -> None:
+    with pytest.raises(ValueError, match="no good checkpoint"):
+        place("--resume", "latest")
+    train(World(), "Tiny", ["--n_steps", "2"])
+    (run,) = Path("runs/tiny").iterdir()
+    assert place("--resume", "latest").folder == run
+
+
+def test_resume_from_the_middle_branches_off() -> None:
+    train(World(), "Tiny", ["--n_steps", "4", "--save_every", "2", "--out", "here"])
+    branch = place("--resume", "here/checkpoints/step-00000002")
+    assert branch.folder != Path("here") and branch.start == Path("here/checkpoints/step-00000002")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used() -> None:
+    train(World(), "Tiny", ["--n_steps", "4", "--save_every", "2", "--out", "here"])
+    file = Path("here/checkpoints/step-00000004/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    got = place("--resume", "auto", "--out", "here")
+    assert got.start == Path("here/checkpoints/step-00000002")
+    assert "step-00000004" in got.remarks[0] and "model.safetensors" in got.remarks[0]
+
+
+def test_if_all_are_damaged_nothing_starts_from_scratch_silently() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    Path("here/checkpoints/step-00000002/state.json").unlink()
+    with pytest.raises(ValueError, match="no good checkpoint"):
+        place("--resume", "auto", "--out", "here")
+
+
+def test_a_checkpoint_of_another_model_says_which_tensor_and_shape() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    with pytest.raises(ValueError, match=r"0\.weight.*16.*9") as error:
+        train(World(), "Tiny", ["--resume", "here", "--width", "9"])
+    assert "step-00000002" in str(error.value)
+
+
+def test_a_finished_run_has_nothing_left_to_do_unless_made_longer() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    with pytest.raises(ValueError, match="nothing left to do"):
+        train(World(), "Tiny", ["--resume", "here"])
+    train(World(), "Tiny", ["--resume", "here", "--n_steps", "4"])
+    assert Path("here/checkpoints/step-00000004").exists()
+
+
+def test_the_receipt_tells_what_holds_and_what_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--lr_scaling", "linear", "--base_batch_size", "4", "--momentum", "0.5", "--use_amp", "--distributed"]
+    run = trainer(World(), "Tiny", [*flags, "--gradient_accumulation_steps", "2", "--out", "here"])
+    run._open()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "8 micro-batch × 2 accumulation × 1 world = 16" in shown
+    assert "0.04 = 0.01 scaled linear" in shown
+    for remark in ("momentum has no effect", "use_amp has no effect", "there is one process"):
+        assert remark in shown
+    assert "base_batch_size" not in shown
+    written = json.loads(Path("here/receipt.json").read_text())
+    assert written["spec"].endswith("tiny.py:Tiny") and written["parameters"] == "452"
+
+
+def test_smoke_is_on_the_receipt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(os.environ, "LOCKSTEP_SMOKE", "2")
+    train(World(), "Tiny", ["--out", "here"])
+    assert "LOCKSTEP_SMOKE=2" in capsys.readouterr().out
