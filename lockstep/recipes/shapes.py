@@ -22,11 +22,11 @@ from ..rng import Rng
 SIZES: dict[Split, int] = {"train": 50_000, "val": 1_000, "test": 1_000}
 _SEEDS: dict[Split, int] = {"train": 1, "val": 2, "test": 3}
 
-_TILT = 12
+_TILT = 10
 """Largest rotation either way, in degrees."""
-_SHIFT = 0.12
+_SHIFT = 0.1
 """Largest distance of the centre from the image's, each way; the image reaches from −1 to 1."""
-_SMALLEST, _LARGEST = 0.58, 0.76
+_SMALLEST, _LARGEST = 0.6, 0.76
 """Half the extent of a shape."""
 _SHADE = 0.12
 """Largest darkening of a colour."""
@@ -81,17 +81,9 @@ def _plus(x: Tensor, y: Tensor) -> Tensor:
     return torch.maximum(torch.minimum(x, y) - 0.3, torch.maximum(x, y) - 0.92)
 
 
-def _star(x: Tensor, y: Tensor) -> Tensor:
-    """Five points: the plane is folded onto one half of one point, whose edge is a line."""
-    c, s = 0.809017, 0.5877853  # cosine and sine of 36 degrees
-    x = x.abs()
-    over = 2 * (c * x - s * y).clamp(min=0)
-    x, y = x - over * c, y + over * s
-    over = 2 * (-c * x - s * y).clamp(min=0)
-    x, y = x + over * c, y + over * s
-    tip = 1.12
-    edge_x, edge_y = 0.46 * s, 0.46 * c - 1  # the direction from the tip to the notch beside it
-    return ((y - tip) * edge_x - x.abs() * edge_y) / math.hypot(edge_x, edge_y)
+def _hourglass(x: Tensor, y: Tensor) -> Tensor:
+    x, y = x.abs(), y.abs()
+    return torch.maximum((x - 0.8 * y) * 0.7808688 - 0.05, y - 0.9)  # a slope of 0.8, and a waist
 
 
 def _crescent(x: Tensor, y: Tensor) -> Tensor:
@@ -108,9 +100,8 @@ def _heart(x: Tensor, y: Tensor) -> Tensor:
     return torch.minimum(lobe, square)
 
 
-def _stripes(x: Tensor, y: Tensor) -> Tensor:
-    y = y.abs()
-    return torch.maximum(torch.minimum(y, (y - 0.64).abs()) - 0.19, x.abs() - 0.88)
+def _bars(x: Tensor, y: Tensor) -> Tensor:
+    return torch.maximum((y.abs() - 0.5).abs() - 0.27, x.abs() - 0.88)
 
 
 _OUTLINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -120,10 +111,10 @@ _OUTLINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "triangle": _triangle,
     "diamond": _diamond,
     "plus": _plus,
-    "star": _star,
+    "hourglass": _hourglass,
     "crescent": _crescent,
     "heart": _heart,
-    "stripes": _stripes,
+    "bars": _bars,
 }
 
 _ANGLES = [math.radians(degrees) for degrees in range(-_TILT, _TILT + 1)]
