@@ -135,6 +135,8 @@ class Hardware:
     """Mixed precision where the hardware has it; --no_use_amp is --precision fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the objective; auto: on a GPU."""
+    sync_bn: Literal["auto", "on", "off"] = "auto"
+    """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
     timeout: float = 600.0
     """Seconds after which a rank that waits for the others gives up."""
     distributed: bool = False

@@ -68,6 +68,14 @@ class World:
         dist.gather_object(value, values, dst=0, group=self.control)
         return values or []
 
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers. A message between hosts: the devices go on with what they have."""
+        if self.size == 1:
+            return number
+        ballot = torch.tensor([number], dtype=torch.int32)
+        dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self.control)
+        return int(ballot.item())
+
     def decide(self, act: Callable[[], Any]) -> Any:
         """Rank 0 acts, every rank gets the result; what rank 0 finds wrong is wrong on all of them."""
         result, error = None, None
@@ -110,35 +118,6 @@ def lost_contact(error: Exception) -> str | None:
     if any(sign in text for sign in ("onnection closed", "onnection reset", "roken pipe", "remote process exited")):
         return "lost contact with another rank, which has ended"
     return None
-
-
-class Vote:
-    """A number from every rank at every step; the largest is known to all one step later, so that nobody waits.
-
-    All ranks learn the same answer at the same step.
-    """
-
-    def __init__(self, world: World):
-        self.world = world
-        self._ballot = torch.zeros(1, dtype=torch.int32)
-        self._work: dist.Work | None = None
-
-    def cast(self, number: int) -> int:
-        """Cast this step's vote; the answer is that of the step before (in a world of one: of this step)."""
-        if self.world.size == 1:
-            return number
-        answer = self.finish()
-        self._ballot.fill_(number)
-        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
-        return answer
-
-    def finish(self) -> int:
-        """The answer of the last vote that was cast."""
-        if self._work is None:
-            return 0
-        self._work.wait()
-        self._work = None
-        return int(self._ballot.item())
 
 
 class Signals:

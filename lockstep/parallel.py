@@ -1,4 +1,7 @@
-"""One objective on many ranks. The only file that names DistributedDataParallel."""
+"""One objective on many ranks: gradients synchronised, BatchNorm statistics shared.
+
+The only file that names DistributedDataParallel.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -7,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.distributed.nn.functional as autograd_collectives
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from .distributed import World
@@ -34,6 +41,7 @@ def wrap(objective: nn.Module, world: World, compile: bool) -> Replica:
     """Synchronise the objective's gradients over the world, and compile it."""
     if world.size == 1:
         return Replica(torch.compile(objective) if compile else objective, nullcontext)
+    own_statistics = any(isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in objective.modules())
     ddp = DistributedDataParallel(
         objective,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -41,7 +49,7 @@ def wrap(objective: nn.Module, world: World, compile: bool) -> Replica:
         # A static graph finds unused parameters by itself, but its hooks do not go together with compiled graphs,
         # which Dynamo cuts at bucket borders so that communication still overlaps with the backward pass.
         static_graph=not compile,
-        **{_SYNC_BUFFERS: _has_batch_norm(objective)},  # type: ignore[arg-type]
+        **{_SYNC_BUFFERS: own_statistics},  # type: ignore[arg-type]
     )
     if compile:
         return Replica(torch.compile(ddp), ddp.no_sync)
@@ -60,5 +68,67 @@ def _no_sync_but_once(ddp: DistributedDataParallel) -> Callable[[], AbstractCont
     return no_sync
 
 
-def _has_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm with the statistics of all ranks' samples together, on any backend, whatever each rank holds.
+
+    torch's own has no CPU kernel. Mean and variance take one small all-reduce each, and so do their gradients.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"BatchNorm takes (samples, channels, ...), not {input.dim()} dimension(s)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._alone(input)
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        channel = [1, -1] + [1] * (x.dim() - 2)
+        others = [d for d in range(x.dim()) if d != 1]
+        count = torch.full((1,), x.numel() / x.shape[1], dtype=x.dtype, device=x.device)
+        sums = autograd_collectives.all_reduce(torch.cat([x.sum(others), count]))
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = x - mean.view(channel)
+        variance = autograd_collectives.all_reduce(centred.square().sum(others)) / count
+        self._track(mean.detach(), variance.detach(), count)
+        y = centred * (variance + self.eps).rsqrt().view(channel)
+        if self.affine:
+            y = y * self.weight.view(channel) + self.bias.view(channel)
+        return y.to(input.dtype)
+
+    def _alone(self, input: Tensor) -> Tensor:
+        by_batch = self.training or self.running_mean is None
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked or 1)
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, by_batch, momentum, self.eps
+        )
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        rate = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
+        unbiased = variance * count / (count - 1).clamp(min=1)
+        self.running_mean += rate * (mean - self.running_mean)
+        self.running_var += rate * (unbiased - self.running_var)
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(m, _BatchNorm) for m in model.modules())
+
+
+def share_batch_norm(model: nn.Module) -> None:
+    """Turn every BatchNorm of the model into one with statistics over all ranks; names and weights stay."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
+            tracked = child.track_running_stats
+            shared = SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine, tracked)
+            shared._parameters, shared._buffers, shared.training = child._parameters, child._buffers, child.training
+            setattr(model, name, shared)
+        else:
+            share_batch_norm(child)

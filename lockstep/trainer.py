@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import checkpoint, evaluate, loader, optim, parallel, precision, trackers
 from .config import Request
-from .distributed import Signals, Vote, World
+from .distributed import Signals, World
 from .ema import Ema
 from .recipe import Objective, Recipe
 from .run import Place, Receipt, devices, without_effect
@@ -71,6 +71,8 @@ class Trainer:
         self.precision = precision.choose(self.config.hardware, world.device)
         start = checkpoint.load(place.start) if place.start else None
 
+        seed = self.config.data.seed
+        torch.manual_seed(seed)  # a data set that is drawn when it is made must be the same one on every rank
         self.recipe: Recipe = request.recipe(request.options)
         if request.smoke:
             self.recipe.smoke()
@@ -81,9 +83,9 @@ class Trainer:
         bound = start.state["global_batch"] if start else None
         self.sizes = Sizes.of(request, evaluate.counted(self.data), world.size, bound)
 
-        seed = self.config.data.seed
         torch.manual_seed(seed)
         self.model = self.recipe.model().to(world.device, self.precision.dtype)
+        self.shares_batch_norm = self._share_batch_norm()
         torch.manual_seed(seed * 1_000_003 + world.rank + 1)  # for dropout alone: all else is keyed
         self.compiled = {"auto": world.device.type == "cuda", "on": True, "off": False}[self.config.hardware.compile]
         self.emas = [Ema(self.model, decay) for decay in self.config.optim.ema_decay]
@@ -103,6 +105,13 @@ class Trainer:
         self.trackers = trackers.Trackers({})
         if world.is_main:
             self.checkpoints = checkpoint.Checkpoints(place.folder / "checkpoints", self.config.run.keep)
+
+    def _share_batch_norm(self) -> bool:
+        wanted = {"auto": self.world.size > 1, "on": True, "off": False}[self.config.hardware.sync_bn]
+        if wanted and parallel.has_batch_norm(self.model):
+            parallel.share_batch_norm(self.model)
+            return True
+        return False
 
     def _update(self) -> optim.Update:
         settings = self.config.optim
@@ -137,7 +146,7 @@ class Trainer:
     def fit(self) -> Outcome:
         """Train to the end, or until somebody wants to stop; then leave everything saved."""
         self._open()
-        vote, stopped_by, run = Vote(self.world), None, self.config.run
+        stopped_by, run = None, self.config.run
         self._clock, self._logged = time.perf_counter(), self.step
         self.model.train()
         with Signals() as signals:
@@ -152,13 +161,12 @@ class Trainer:
                     self._evaluate()
                 if run.patience and self.bad_evaluations >= run.patience:
                     stopped_by = "patience"
-                elif wish := vote.cast(signals.received):
+                elif wish := self.world.largest(signals.received):
                     stopped_by = signal.Signals(wish).name
                 elif not at_end and (self.new_best or self._due(run.save_every)):
                     self._save()
                 if not at_end and stopped_by is None and self._due(run.sample_every):
                     self._sample()
-            vote.finish()
             return self._close(stopped_by)
 
     def _due(self, every: int) -> bool:
@@ -225,7 +233,16 @@ class Trainer:
         remarks = without_effect(self.request, self.world, sizes, has_val, generates)
         if sizes.micro_batch * sizes.accumulation * sizes.world != sizes.global_batch:
             remarks.append("the global batch does not divide evenly: some micro-batches are smaller by one")
+        if parallel.has_batch_norm(self.model):
+            remarks += self._batch_norm_remarks()
         return Receipt(self.request.recipe.spec, rows, [*self.place.remarks, *remarks])
+
+    def _batch_norm_remarks(self) -> list[str]:
+        if self.world.size > 1 and not self.shares_batch_norm:
+            return ["BatchNorm has statistics of its own on every rank (--sync_bn off): results depend on the world"]
+        if self.sizes.accumulation > 1:
+            return ["BatchNorm sees one micro-batch at a time: with accumulation it differs from one large batch"]
+        return []
 
     def _log(self) -> None:
         """Numbers of the steps since the last log, and the checks that come with them."""

@@ -97,3 +97,12 @@ class Plain(Tiny):
     def loss(self, model: nn.Module, batch: dict[str, Tensor], rng: Rng) -> Loss:
         error = (model(batch["x"]) - batch["y"]).square()
         return Loss(error.sum(), error.numel())
+
+
+class WithBatchNorm(Plain):
+    """With BatchNorm, whose statistics should be those of the global batch."""
+
+    name = "batchnorm"
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))

@@ -1,0 +1,31 @@
+"""What the README shows works as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from multi.test_launch import ROOT, run
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_recipe_in_the_readme_trains(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(# mine\.py\n.*?)```", README, re.S).group(1))  # type: ignore[union-attr]
+    command = re.search(r"^lockstep train mine\.py:Mine.*$", README, re.M).group(0)  # type: ignore[union-attr]
+    done = run([*command.split(), "--out", "here"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r" loss ([\d.e-]+)  lr", done.stdout)]
+    assert len(losses) == 5 and losses[-1] < losses[0] / 2, done.stdout
+
+
+def test_every_folder_in_the_map_exists() -> None:
+    table = README.split("## The folders")[1]
+    folders = re.findall(r"^\| `([\w/]+/)` \|", table, re.M)
+    assert len(folders) >= 7 and all((ROOT / folder).is_dir() for folder in folders)
+
+
+def test_the_picture_is_there() -> None:
+    for path in re.findall(r"!\[.*?\]\((.*?)\)", README):
+        assert (ROOT / path).stat().st_size > 10_000

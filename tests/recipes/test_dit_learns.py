@@ -1,0 +1,104 @@
+"""The recipe as users run it: golden losses, and the job of `make train` from start to samples."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from multi.test_launch import ROOT, environment
+from torch import Tensor, nn
+
+from lockstep.config import parse
+from lockstep.distributed import World
+from lockstep.recipe import find
+from lockstep.recipes.shapes import Shapes
+from lockstep.run import settle
+from lockstep.trainer import Trainer
+
+GOLDEN = ROOT / "tests/golden/dit.json"
+
+
+def losses(folder: Path) -> list[float]:
+    return [x["loss"] for x in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in x]
+
+
+def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
+    """`python tests/recipes/test_dit_learns.py` writes them anew, after a change that is meant to change them."""
+    assert ten_steps(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
+
+
+def ten_steps(folder: Path) -> list[float]:
+    flags = ["--model", "DiT-Nano/4", "--batch_size", "8", "--num_register_tokens", "2", "--n_steps", "10"]
+    flags += ["--device", "cpu", "--log_every", "1", "--lr", "1e-3", "--no_tensorboard", "--sample_per_class", "1"]
+    request = parse(find("dit"), [*flags, "--sample_steps", "2", "--out", str(folder)], "test")
+    Trainer(request, World(), settle(request)).fit()
+    return losses(folder)
+
+
+def classifier(side: int) -> nn.Module:
+    """A small network that has learnt to name the embedded shapes."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs, outputs in [(3, 16), (16, 32), (32, 64)]:
+        layers += [nn.Conv2d(inputs, outputs, 3, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU()]
+    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(network.parameters(), 2e-3)
+    data = Shapes("train", 50_000, side)
+    for step in range(300):
+        images, labels = batch(data, range(64 * step, 64 * (step + 1)))
+        F.cross_entropy(network(images + 0.1 * torch.randn_like(images)), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return network.eval()
+
+
+def batch(data: Shapes, numbers: range) -> tuple[Tensor, Tensor]:
+    items = data.__getitems__(list(numbers))
+    return torch.stack([x["image"] for x in items]) / 255, torch.stack([x["label"] for x in items])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tmp_path: Path) -> None:
+    import subprocess
+
+    recipe = re.search(r"lockstep (train dit --preset laptop) --nproc", (ROOT / "Makefile").read_text())
+    assert recipe is not None
+    out = tmp_path / "run"
+    command = ["lockstep", *recipe.group(1).split(), "--nproc", "2", "--out", str(out)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("model.pth", "model.safetensors"):
+        assert str(out / name) in done.stdout and (out / name).exists()
+    curve = losses(out)
+    assert curve[-1] < curve[0] / 2, (curve[0], curve[-1])  # the first logged value is that of step 10
+    grid = next(line for line in done.stdout.splitlines() if line.endswith("-ema.png"))
+    assert Path(grid).exists()
+
+    side = int(re.search(r"^img_size: (\d+)", (out / "config.yaml").read_text(), re.M).group(1))  # type: ignore[union-attr]
+    network = classifier(side)
+    with torch.no_grad():
+        images, labels = batch(Shapes("test", 1000, side), range(500))
+        assert (network(images).argmax(1) == labels).double().mean() > 0.9  # it can judge
+        from lockstep.evaluate import generate
+        from lockstep.use import _model, _open
+
+        opened = _open(out, "last")
+        model, _ = _model(opened, "ema")
+        from contextlib import nullcontext
+
+        samples = generate(opened.recipe, model, 100, {"cfg": 2.5}, World(), nullcontext(), seed=1)
+        assert samples is not None
+        told = network(samples[:, -1]).argmax(1) == torch.arange(100) % 10
+    assert told.double().mean() > 0.6, told.double().mean()  # chance is 0.1
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    with tempfile.TemporaryDirectory() as made:
+        GOLDEN.write_text(json.dumps(ten_steps(Path(made) / "run"), indent=2) + "\n")
