@@ -4,6 +4,7 @@ lockstep recipes                     what there is
 lockstep train RECIPE [flags]        train; RECIPE is a name or file.py:Class; --help lists its flags
 lockstep sample RUN [--n 64 ...]     generate with what was trained
 lockstep test RUN                    metrics on the test set
+lockstep verify RECIPE               show that one rank and many train the same model
 """
 
 import os
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import config, distributed, launch, recipe, run, use
+from . import config, distributed, launch, recipe, run, use, verify
 from .trainer import Diverged, Outcome, OutOfLockstep, Trainer
 
 Arguments = list[str]
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _dispatch(words: Arguments) -> int:
-    commands = {"recipes": _recipes, "train": _train, "sample": _sample, "test": _test}
+    commands = {"recipes": _recipes, "train": _train, "sample": use.sample, "test": use.test, "verify": verify.verify}
     if not words or words[0] in ("-h", "--help", "help"):
         print((__doc__ or "").strip())
         return 0
@@ -54,7 +55,7 @@ def train_recipe(found: type[recipe.Recipe], flags: Arguments, command: Argument
     request = config.parse(found, flags, f"lockstep train {found.name}")
     nproc = launch.processes(request.train.hardware)
     if nproc > 1:
-        return launch.start(nproc, command)
+        return launch.start(nproc, command, request.train.hardware.max_restarts)
     with distributed.session(request.train.hardware) as world:
         place = world.decide(lambda: run.settle(request))
         outcome = Trainer(request, world, place).fit()
@@ -80,14 +81,6 @@ def _status(outcome: Outcome) -> int:
     if outcome.stopped_by in (None, "patience"):
         return 0
     return 130 if outcome.stopped_by == signal.SIGINT.name else launch.REQUEUE
-
-
-def _sample(words: Arguments) -> int:
-    return use.sample(words)
-
-
-def _test(words: Arguments) -> int:
-    return use.test(words)
 
 
 def finish(act: Callable[[], int]) -> None:

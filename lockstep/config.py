@@ -137,6 +137,8 @@ class Hardware:
     """torch.compile the objective; auto: on a GPU."""
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
+    max_restarts: int = 0
+    """How often --nproc starts all ranks again, from the last checkpoint, when one has died."""
     timeout: float = 600.0
     """Seconds after which a rank that waits for the others gives up."""
     distributed: bool = False
@@ -151,6 +153,7 @@ class Hardware:
     def __post_init__(self) -> None:
         valid = self.nproc == "auto" or (self.nproc.isdigit() and int(self.nproc) >= 1)
         _check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
+        _check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
         _check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
         if not self.use_amp:
             wanted = self.precision in ("auto", "fp32")
@@ -235,6 +238,9 @@ class Request:
         """The settings as a file that `--config` reads, without what is unset or about this start alone."""
         this_start = {"resume", "config", "preset", "out", "nproc", "local_rank", "world_size"}
         settings = {k: v for k, v in self.flat().items() if v is not None and k not in this_start}
+        for holds, idle in EXCLUSIVE:
+            if holds in settings:
+                settings.pop(idle, None)
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
         path.write_text(yaml.safe_dump(settings, sort_keys=False))
 

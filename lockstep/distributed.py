@@ -170,6 +170,8 @@ def connect(hardware: Hardware) -> World:
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
         store.set_timeout(timeout)
+        # torchrun's agent keeps its store through restarts: without this, ranks meet the addresses of the dead.
+        store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=nccl_device
         )
@@ -180,7 +182,7 @@ def connect(hardware: Hardware) -> World:
     if size > 1:
         global _failures
         _failures = store
-        _watch_for_failures(store.clone())
+        _watch_for_failures(store.clone())  # type: ignore[attr-defined]
     return world
 
 

@@ -29,7 +29,7 @@ def processes(hardware: Hardware) -> int:
     return wanted
 
 
-def start(nproc: int, command: list[str], patience: int = 120) -> int:
+def start(nproc: int, command: list[str], max_restarts: int = 0, patience: int = 120) -> int:
     """Run `command` (what follows `python`) in `nproc` ranks; its exit status. A signal gives it `patience` seconds."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
@@ -43,7 +43,7 @@ def start(nproc: int, command: list[str], patience: int = 120) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
-            max_restarts=0,
+            max_restarts=max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
             signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         )

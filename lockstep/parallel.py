@@ -38,7 +38,12 @@ class Replica:
 
 
 def wrap(objective: nn.Module, world: World, compile: bool) -> Replica:
-    """Synchronise the objective's gradients over the world, and compile it."""
+    """Synchronise the objective's gradients over the world, and compile it.
+
+    DDP learns from its first backward pass: a static graph must be synchronised in it, and buckets are laid out anew
+    after it, which changes the order of summation. So that a run that goes on does as one that never stopped, a first
+    pass has to be made before the first step, and thrown away.
+    """
     if world.size == 1:
         return Replica(torch.compile(objective) if compile else objective, nullcontext)
     own_statistics = any(isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in objective.modules())
@@ -51,21 +56,7 @@ def wrap(objective: nn.Module, world: World, compile: bool) -> Replica:
         static_graph=not compile,
         **{_SYNC_BUFFERS: own_statistics},  # type: ignore[arg-type]
     )
-    if compile:
-        return Replica(torch.compile(ddp), ddp.no_sync)
-    return Replica(ddp, _no_sync_but_once(ddp))
-
-
-def _no_sync_but_once(ddp: DistributedDataParallel) -> Callable[[], AbstractContextManager[Any]]:
-    """A static graph is learnt from the first backward pass, which therefore has to be a synchronised one."""
-    learnt = False
-
-    def no_sync() -> AbstractContextManager[Any]:
-        nonlocal learnt
-        first, learnt = not learnt, True
-        return nullcontext() if first else ddp.no_sync()
-
-    return no_sync
+    return Replica(torch.compile(ddp) if compile else ddp, ddp.no_sync)
 
 
 class SyncBatchNorm(_BatchNorm):

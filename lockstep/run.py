@@ -1,6 +1,8 @@
 """A run's folder, and the receipt: what is about to happen, in one table, before it happens."""
 
 import json
+import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,6 +19,7 @@ from .distributed import World
 from .stream import Sizes
 
 RUNS = Path("runs")
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass
@@ -25,6 +28,8 @@ class Place:
 
     folder: Path
     start: Path | None = None
+    global_batch: int | None = None
+    """The one that an earlier start of this run had, before there was a checkpoint to tell."""
     remarks: list[str] = field(default_factory=list)
 
 
@@ -33,7 +38,11 @@ def settle(request: Request) -> Place:
     run = request.train.run
     name = request.recipe.name
     remarks: list[str] = []
-    if run.resume is None:
+    if restarted := _restarted(Path(run.out) if run.out else None, RUNS / name):
+        place = _latest("auto", restarted, RUNS / name, remarks.append)
+        place.global_batch = json.loads((restarted / "receipt.json").read_text())["global_batch"]
+        remarks.append(f"restart {os.environ[RESTARTS]} of this run")
+    elif run.resume is None:
         folder = Path(run.out) if run.out else _fresh(RUNS / name)
         if holds_a_run(folder):
             raise ValueError(f"{folder} holds a run already; go on with it by --resume auto, or choose another --out")
@@ -45,6 +54,22 @@ def settle(request: Request) -> Place:
     place.remarks = remarks
     _make(place.folder)
     return place
+
+
+def launch_id() -> str:
+    """What all starts of one launch have in common: torchrun's job, or the agent that is our parent."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return job if job != "none" else f"{socket.gethostname()}-{os.getppid()}"
+
+
+def _restarted(out: Path | None, runs: Path) -> Path | None:
+    """The folder of this very run, if torchrun's agent has started it before."""
+    if os.environ.get(RESTARTS, "0") == "0":
+        return None
+    for receipt in [out / "receipt.json"] if out else sorted(runs.glob("*/receipt.json"), reverse=True):
+        if receipt.is_file() and json.loads(receipt.read_text()).get("launch") == launch_id():
+            return receipt.parent
+    return None
 
 
 def holds_a_run(folder: Path) -> bool:
@@ -100,8 +125,8 @@ def _make(folder: Path) -> None:
 class Receipt:
     """Rows of (what, value), and remarks: what the user gave that has no effect, what is not as it seems."""
 
-    spec: str
-    """How the recipe is found again: its name, or file.py:Class."""
+    facts: dict[str, Any]
+    """For programs: how the recipe is found again, the global batch, which launch this is."""
     rows: list[tuple[str, str]]
     remarks: list[str]
 
@@ -116,7 +141,7 @@ class Receipt:
         console.print()
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps({"spec": self.spec, **dict(self.rows), "remarks": self.remarks}, indent=2) + "\n")
+        path.write_text(json.dumps({**self.facts, **dict(self.rows), "remarks": self.remarks}, indent=2) + "\n")
 
 
 def devices(world: World) -> str:

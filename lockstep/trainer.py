@@ -21,7 +21,7 @@ from .config import Request
 from .distributed import Signals, World
 from .ema import Ema
 from .recipe import Objective, Recipe
-from .run import Place, Receipt, devices, without_effect
+from .run import Place, Receipt, devices, launch_id, without_effect
 from .stream import Sizes, Stream
 from .watch import OutOfLockstep, Watch
 
@@ -80,7 +80,7 @@ class Trainer:
         self.validation = self.recipe.dataset("val")
         if self.data is None:
             raise ValueError("the recipe has no training set")
-        bound = start.state["global_batch"] if start else None
+        bound = start.state["global_batch"] if start else place.global_batch
         self.sizes = Sizes.of(request, evaluate.counted(self.data), world.size, bound)
 
         torch.manual_seed(seed)
@@ -99,6 +99,9 @@ class Trainer:
         if start:
             self._restore(start)
         self.replica = parallel.wrap(Objective(self.recipe, self.model, seed), world, self.compiled)
+        self.stream = Stream(self.sizes.dataset, self.sizes.global_batch, seed)
+        if world.size > 1:
+            self._rehearse()
         self.loader = self._loader()
         self.totals = Totals()
         self.made: tuple[Path, ...] = ()
@@ -124,9 +127,25 @@ class Trainer:
     def _loader(self) -> loader.Loader:
         workers = self.config.data.num_workers
         workers = loader.default_workers(self.world.device) if workers is None else workers
-        stream = Stream(self.sizes.dataset, self.sizes.global_batch, self.config.data.seed)
         dtype = self.precision.dtype
-        return loader.Loader(self.recipe, self.data, stream, self.world, self.sizes, self.step, workers, dtype)
+        return loader.Loader(self.recipe, self.data, self.stream, self.world, self.sizes, self.step, workers, dtype)
+
+    def _rehearse(self) -> None:
+        """One pass forward and back that changes nothing, for `parallel.wrap` to learn from."""
+        pieces = self.stream.micro_batches(self.step, self.world.rank, self.world.size, self.sizes.accumulation)
+        micro = loader.Fetch(self.recipe, self.data, self.stream.seed).__getitems__((pieces[-1], True))
+        if micro.error:
+            raise ValueError(micro.error)
+        micro = loader.to_device(micro, self.world.device, self.precision.dtype)
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        self.model.train()
+        with torch.random.fork_rng(devices), self.precision.autocast:
+            total, *_ = self.replica.forward(micro.batch, micro.epochs, micro.indices)
+        (total * 0).backward()
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
+        self.update.optimizer.zero_grad(set_to_none=True)
 
     def train_step(self) -> None:
         """One optimizer update from one global batch."""
@@ -235,7 +254,8 @@ class Trainer:
             remarks.append("the global batch does not divide evenly: some micro-batches are smaller by one")
         if parallel.has_batch_norm(self.model):
             remarks += self._batch_norm_remarks()
-        return Receipt(self.request.recipe.spec, rows, [*self.place.remarks, *remarks])
+        facts = {"spec": self.request.recipe.spec, "global_batch": sizes.global_batch, "launch": launch_id()}
+        return Receipt(facts, rows, [*self.place.remarks, *remarks])
 
     def _batch_norm_remarks(self) -> list[str]:
         if self.world.size > 1 and not self.shares_batch_norm:
@@ -324,6 +344,7 @@ class Trainer:
 
     def _save(self, final: bool = False) -> None:
         """Hand a copy of everything to the writer. Every rank calls this: their generators are part of the state."""
+        self.watch.check(self.step)  # what is saved is right, and the ledger stands where the weights do
         generators = {"cpu": torch.get_rng_state()}
         if self.world.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(self.world.device)
@@ -380,8 +401,6 @@ class Trainer:
 
     def _close(self, stopped_by: str | None) -> Outcome:
         """Save what there is, write the weights as plain files, make the last samples, and let go of everything."""
-        if self.watch.ledger.used:
-            self.watch.check(self.step)
         done = stopped_by in (None, "patience")
         self._save(final=done)
         if self.world.is_main:

@@ -93,11 +93,11 @@ def _crescent(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _heart(x: Tensor, y: Tensor) -> Tensor:
-    """A square standing on its corner, with half a disc on each of the upper sides."""
-    x, y = x.abs(), y + 0.95
-    lobe = _length(x - 0.44, y - 1.32) - 0.6222540  # half of the square's side: 0.88 / √2
-    square = torch.maximum(x - y, x + y - 1.76) * 0.7071068
-    return torch.minimum(lobe, square)
+    """Two discs, and between them a kite from the notch down to the tip, tangent to both."""
+    x, y = x.abs(), y + 0.9
+    lobe = _length(x - 0.48, y - 1.3) - 0.5
+    kite = torch.maximum(x * 0.7501 - y * 0.6613, x * 0.466 + y * 0.885 - 1.257)
+    return torch.minimum(lobe, kite)
 
 
 def _bars(x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,201 @@
+"""`lockstep verify RECIPE`: show that one equals N.
+
+    lockstep verify dit --worlds 1,2,3,4 --steps 50 [flags of lockstep train]
+
+The same short run is trained on each world, and once more with accumulation instead of ranks. What they did is
+compared with the first: the samples of every step, every random draw by name, the losses, and the weights at the end.
+In float64, the default, rounding can neither hide a difference nor fake one.
+"""
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from . import checkpoint, config, distributed, launch, recipe, rng, run
+from .trainer import Trainer
+
+RANK_OF = "--rank_of"
+"""How this command starts itself as a rank of one of its runs."""
+LIMITS = {"fp64": (1e-9, 1e-9), "fp32": (math.inf, 1e-4)}
+"""By precision: the largest difference of weights (relative to each tensor's norm) and of losses that is rounding."""
+
+
+@dataclass
+class Verify:
+    """What to compare; further flags are those of `lockstep train`."""
+
+    worlds: str = "1,2,3,4"
+    """Numbers of ranks, separated by commas; the first is what the others are compared with."""
+    steps: int = 50
+    """Steps of each run."""
+    precision: Literal["fp64", "fp32"] = "fp64"
+    """Arithmetic; in fp32 only losses are compared, to 1e-4."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to compute."""
+
+    def __post_init__(self) -> None:
+        if not all(w.isdigit() and int(w) for w in self.worlds.split(",")):
+            raise ValueError(f"worlds is a list of numbers such as 1,2,4, not {self.worlds!r}")
+        if self.steps < 1:
+            raise ValueError(f"steps is at least 1, not {self.steps}")
+
+
+@dataclass
+class Trace:
+    """What one run did."""
+
+    losses: list[float] = field(default_factory=list)
+    samples: list[list[int]] = field(default_factory=list)
+    """For each step the (epoch, index) pairs of all ranks, flattened."""
+    draws: list[dict[str, Any]] = field(default_factory=list)
+    """For each step and named draw a checksum over all samples; for normals a weighted sum."""
+
+
+def verify(words: list[str]) -> int:
+    """The command. Exit status 1 if the runs differ."""
+    if words[:1] == [RANK_OF]:
+        return _worker(Path(words[1]))
+    if not words or words[0].startswith("-"):
+        raise ValueError("say what to verify: lockstep verify RECIPE [flags]")
+    found = recipe.find(words[0])
+    options, flags = tyro.cli(
+        Verify, args=words[1:], prog="lockstep verify RECIPE", use_underscores=True, return_unknown_args=True
+    )
+    flags = [*(["--preset", "laptop"] if "laptop" in found.presets and "--preset" not in flags else []), *flags]
+    request = config.parse(found, flags, f"lockstep verify {found.name}")
+    data = request.train.data
+    batch = data.global_batch_size or data.batch_size * max(1, data.gradient_accumulation_steps)
+    worlds = [int(w) for w in options.worlds.split(",")]
+    runs = {f"{w} rank{'s' * (w > 1)}": (w, -(-batch // w)) for w in worlds}
+    runs["1 rank, accumulation 4"] = (1, -(-batch // 4))
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        for i, (world, micro) in enumerate(runs.values()):
+            own: dict[str, Any] = {"steps": options.steps, "precision": options.precision, "device": options.device}
+            own |= {"global_batch": batch, "micro": micro, "flags": flags, "spec": words[0]}
+            place = Path(folder) / str(i)
+            place.mkdir()
+            (place / "task.json").write_text(json.dumps(own))
+            if status := launch.start(world, ["-m", "lockstep", "verify", RANK_OF, str(place)]):
+                return status
+        places = [Path(folder) / str(i) for i in range(len(runs))]
+        return _report(found.name, list(runs), places, options)
+
+
+def _report(name: str, runs: list[str], places: list[Path], options: Verify) -> int:
+    traces = [Trace(**json.loads((place / "trace.json").read_text())) for place in places]
+    weights = [checkpoint.load_weights(place / "weights.safetensors") for place in places]
+    weight_limit, loss_limit = LIMITS[options.precision]
+    table = Table(title=f"{name}: {options.steps} steps in {options.precision}, compared with {runs[0]}")
+    for title in ("run", "weights apart", "losses apart", "samples", "draws", "verdict"):
+        table.add_column(title)
+    equal = True
+    for label, trace, tensors in zip(runs[1:], traces[1:], weights[1:], strict=True):
+        apart = weights_apart(weights[0], tensors)
+        losses = max(abs(a - b) / max(abs(a), 1e-30) for a, b in zip(traces[0].losses, trace.losses, strict=True))
+        samples, draws = trace.samples == traces[0].samples, draws_equal(traces[0].draws, trace.draws)
+        fine = apart <= weight_limit and losses <= loss_limit and samples and draws
+        equal = equal and fine
+        words = ("equal" if samples else "DIFFERENT", "equal" if draws else "DIFFERENT", "ok" if fine else "DIFFERENT")
+        table.add_row(label, f"{apart:.1e}", f"{losses:.1e}", *words)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    return 0 if equal else 1
+
+
+def weights_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference of a tensor, relative to its norm; infinite if they are not of the same kind."""
+    if a.keys() != b.keys():
+        return math.inf
+    norms = [((a[n].double() - b[n].double()).norm(), a[n].double().norm()) for n in a]
+    return max((d / n).item() if n > 0 else (0.0 if d == 0 else math.inf) for d, n in norms)
+
+
+def draws_equal(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+    """Checksums to the bit, sums of normals to rounding."""
+    if [step.keys() for step in a] != [step.keys() for step in b]:
+        return False
+    pairs = [(one[name], other[name]) for one, other in zip(a, b, strict=True) for name in one]
+    return all(x == y if isinstance(x, int) else math.isclose(x, y, rel_tol=1e-9, abs_tol=1e-6) for x, y in pairs)
+
+
+class Recorder:
+    """Listens to every draw of this process."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Any] = {}
+
+    def attach(self) -> None:
+        for kind in ("uniform", "normal", "integers", "bernoulli"):
+            setattr(rng.Rng, kind, self._heard(kind, getattr(rng.Rng, kind)))
+
+    def _heard(self, kind: str, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def heard(source: rng.Rng, name: str, *arguments: Any, **options: Any) -> Tensor:
+            values = draw(source, name, *arguments, **options)
+            self._add(f"{kind} {name}", source.keys, values.detach().reshape(len(source.keys), -1))
+            return values
+
+        return heard
+
+    @torch.no_grad()
+    def _add(self, name: str, keys: Tensor, values: Tensor) -> None:
+        """A sum over samples, so that it does not matter which rank has which; weighted by key and place."""
+        place = 2 * torch.arange(values.shape[1], device=values.device) + 1
+        if name.startswith("normal "):
+            total: Any = (values.double() * (place % 61)).sum().item() if values.numel() else 0.0
+        else:
+            bits = values.double().view(torch.int64) if values.is_floating_point() else values.long()
+            total = ((bits * place).sum(1) * (keys | 1)).sum().item()
+        self.sums[name] = self.sums.get(name, 0) + total
+
+    def take(self) -> dict[str, Any]:
+        sums, self.sums = self.sums, {}
+        return sums
+
+
+def _add_up(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    names = sorted({name for part in parts for name in part})
+    sums = {name: sum(part[name] for part in parts if name in part) for name in names}
+    return {name: value % (1 << 64) if isinstance(value, int) else value for name, value in sums.items()}
+
+
+def _worker(folder: Path) -> int:
+    """One rank of one run: train, and write down what happened."""
+    task = json.loads((folder / "task.json").read_text())
+    forced = {"precision": task["precision"], "device": task["device"], "global_batch_size": task["global_batch"]}
+    forced |= {"batch_size": task["micro"], "n_steps": task["steps"], "num_workers": 0, "compile": "off"}
+    flags = [*task["flags"], *(word for k, v in forced.items() for word in (f"--{k}", str(v)))]
+    request = config.parse(recipe.find(task["spec"]), [*flags, "--out", str(folder / "run")], "lockstep verify")
+    recorder, trace = Recorder(), Trace()
+    recorder.attach()
+    with distributed.session(request.train.hardware) as world:
+        trainer = Trainer(request, world, world.decide(lambda: run.settle(request)))
+        for module in trainer.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0  # the one kind of randomness that is a rank's own
+        trainer.model.train()
+        recorder.take()
+        for _ in range(task["steps"]):
+            trainer.train_step()
+            trainer.step += 1
+            trace.losses.append(trainer.totals.means(world)["loss"])
+            used = [x for part in trainer.watch.ledger.used for x in zip(part.epoch, part.index, strict=True)]
+            trainer.watch.ledger.used = []
+            parts = world.gather(([(int(e), int(i)) for e, i in used], recorder.take()))
+            if world.is_main:
+                trace.samples.append([x for pair in sorted(p for part, _ in parts for p in part) for x in pair])
+                trace.draws.append(_add_up([draws for _, draws in parts]))
+        if world.is_main:
+            (folder / "trace.json").write_text(json.dumps(asdict(trace)))
+            checkpoint.export(folder / "weights", trainer.model.state_dict(), {})
+        del trainer
+    return 0
