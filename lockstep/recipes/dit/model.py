@@ -75,18 +75,25 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMS norm whose gain follows the type of its input, which autocast decides: only then it is one kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int, qk_norm: bool):
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
-        self.q_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(width // heads, eps=1e-6) if qk_norm else nn.Identity()
+        self.q_norm = HeadNorm(width // heads, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(width // heads, eps=1e-6) if qk_norm else nn.Identity()
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (n, H, L, D / H)
-        # The norms may answer in a wider type than the values have under autocast; attention wants one type.
+        # Autocast may widen the norms' answers; attention wants one type.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
