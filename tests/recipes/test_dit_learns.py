@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
-    """`python tests/recipes/test_dit_learns.py` writes them anew, after a change that is meant to change them."""
+    """`PYTHONPATH=tests python tests/recipes/test_dit_learns.py` writes them anew, after a change that is meant to change them."""
     assert ten_steps(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
 
 
@@ -99,6 +98,5 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
 if __name__ == "__main__":
     import tempfile
 
-    sys.path.insert(0, str(ROOT / "tests"))
     with tempfile.TemporaryDirectory() as made:
         GOLDEN.write_text(json.dumps(ten_steps(Path(made) / "run"), indent=2) + "\n")
