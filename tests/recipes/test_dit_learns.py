@@ -25,7 +25,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
-    """`PYTHONPATH=tests python tests/recipes/test_dit_learns.py` writes them anew, after a change that is meant to change them."""
+    """`PYTHONPATH=tests python tests/recipes/test_dit_learns.py` writes them anew, where a change was meant."""
     assert ten_steps(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
 
 
