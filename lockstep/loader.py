@@ -94,21 +94,15 @@ class Loader:
 
     def step(self) -> Iterator[MicroBatch]:
         """The micro-batches of the next step."""
-        while True:
-            micro_batch = self._next()
+        last = False
+        while not last:
+            micro_batch, self._ahead = self._ahead or self._fetch(), None
+            if self._side is not None:  # on a GPU the one after it is on its way already
+                torch.cuda.current_stream().wait_stream(self._side)
+                _record(micro_batch, torch.cuda.current_stream())
+                self._ahead = self._fetch()
+            last = micro_batch.last
             yield micro_batch
-            if micro_batch.last:
-                return
-
-    def _next(self) -> MicroBatch:
-        """The next micro-batch; on a GPU the one after it is on its way already."""
-        if self._side is None:
-            return self._fetch()
-        current = self._ahead or self._fetch()
-        torch.cuda.current_stream().wait_stream(self._side)
-        _record(current, torch.cuda.current_stream())
-        self._ahead = self._fetch()
-        return current
 
     def _fetch(self) -> MicroBatch:
         micro_batch = next(self._batches)

@@ -81,7 +81,7 @@ class Update:
 
     def loss(self, total: Tensor, weight: float | Tensor, samples: int) -> Tensor:
         """What to call backward on: this micro-batch's part of the mean over the global batch."""
-        factor: float | Tensor = self.sizes.world / self.sizes.global_batch  # DDP divides by the world
+        factor: float | Tensor = 1 / self.sizes.global_batch
         if isinstance(weight, Tensor):
             self._weight = weight.detach() if self._weight is None else self._weight + weight.detach()
         else:
@@ -111,6 +111,11 @@ class Update:
         self.bad_in_row = torch.where(bad, self.bad_in_row + 1, 0)
         if self.scaler is not None:
             self.scaler.update(bad)
+
+    def forget(self) -> None:
+        """Drop what has come in for a step that is not to be taken."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._weight = None
 
     def _known_now(self, like: Tensor) -> Tensor | None:
         """What the gradients still have to be multiplied by; None if they are right already."""

@@ -6,7 +6,6 @@ The only file that names DistributedDataParallel.
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,36 +26,63 @@ _SYNC_BUFFERS = next(
 )
 
 
-@dataclass
+class Buckets:
+    """The gradients of one step on their way. Knows nothing of the replica: DDP keeps it alive, and not the reverse."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+        """How many this step has sent; the step sets it to 0 at its start."""
+        self.layout: dict[int, Tensor] = {}
+
+    def release(self) -> None:
+        """Let the others through who wait for this rank's gradients, when it cannot make them: with zeros."""
+        for number in sorted(self.layout)[self.issued :]:
+            dist.all_reduce(torch.zeros_like(self.layout[number]))
+
+
+def _add_up(buckets: Buckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum a bucket over the ranks (what it is a mean of is the engine's to know) and remember its shape."""
+    buckets.issued += 1
+    buckets.layout[bucket.index()] = bucket.buffer().detach()
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 class Replica:
-    """This rank's copy of the objective, as the step uses it."""
+    """This rank's copy of the objective, as the step uses it.
 
-    forward: Callable[..., Any]
-    """Call this, never the objective itself: gradients are synchronised on the way back."""
-    no_sync: Callable[[], AbstractContextManager[Any]]
-    """Within it, backward adds up gradients on this rank alone."""
-
-
-def wrap(objective: nn.Module, world: World, compile: bool) -> Replica:
-    """Synchronise the objective's gradients over the world, and compile it.
-
-    DDP learns from its first backward pass: a static graph must be synchronised in it, and buckets are laid out anew
-    after it, which changes the order of summation. So that a run that goes on does as one that never stopped, a first
-    pass has to be made before the first step, and thrown away.
+    Gradients are added up over the ranks bucket by bucket, while backward is still at work. DDP learns from its first
+    passes: a static graph must be synchronised in the first one, and buckets are laid out anew after it, which changes
+    the order of summation. So that a run that goes on does as one that never stopped, two passes have to be made before
+    the first step, and thrown away; `rehearsal` is what to call for them.
     """
-    if world.size == 1:
-        return Replica(torch.compile(objective) if compile else objective, nullcontext)
-    own_statistics = any(isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in objective.modules())
-    ddp = DistributedDataParallel(
-        objective,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        # A static graph finds unused parameters by itself, but its hooks do not go together with compiled graphs,
-        # which Dynamo cuts at bucket borders so that communication still overlaps with the backward pass.
-        static_graph=not compile,
-        **{_SYNC_BUFFERS: own_statistics},  # type: ignore[arg-type]
-    )
-    return Replica(torch.compile(ddp) if compile else ddp, ddp.no_sync)
+
+    def __init__(self, objective: nn.Module, world: World, compile: bool):
+        self.rehearsal: Callable[..., Any] = objective
+        self.no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Within it, backward adds up gradients on this rank alone."""
+        self.buckets = Buckets()
+        if world.size > 1:
+            self.rehearsal = ddp = self._wrap(objective, world, static_graph=not compile)
+            self.no_sync = ddp.no_sync
+        self.forward: Callable[..., Any] = torch.compile(self.rehearsal) if compile else self.rehearsal
+        """Call this, never the objective itself: gradients are synchronised on the way back."""
+
+    def _wrap(self, objective: nn.Module, world: World, static_graph: bool) -> DistributedDataParallel:
+        own_statistics = any(
+            isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in objective.modules()
+        )
+        ddp = DistributedDataParallel(
+            objective,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            # A static graph finds unused parameters by itself, but its hooks do not go together with compiled graphs,
+            # which Dynamo cuts at bucket borders so that communication still overlaps with the backward pass.
+            static_graph=static_graph,
+            **{_SYNC_BUFFERS: own_statistics},  # type: ignore[arg-type]
+        )
+        ddp.register_comm_hook(self.buckets, _add_up)
+        return ddp
 
 
 class SyncBatchNorm(_BatchNorm):

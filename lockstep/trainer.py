@@ -4,12 +4,13 @@ trainer = Trainer(request, world, place)
 outcome = trainer.fit()
 """
 
+import gc
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ from .distributed import Signals, World
 from .ema import Ema
 from .recipe import Objective, Recipe
 from .run import Place, Receipt, devices, launch_id, without_effect
-from .stream import Sizes, Stream
+from .stream import Sizes, Slice, Stream
 from .watch import OutOfLockstep, Watch
 
 __all__ = ["Diverged", "OutOfLockstep", "Outcome", "Trainer"]
+
+
+OUT_OF_MEMORY = 1000
+"""Among what ranks wish, more urgent than any signal."""
 
 
 class Diverged(RuntimeError):
@@ -98,11 +103,11 @@ class Trainer:
         self.new_best = False
         if start:
             self._restore(start)
-        self.replica = parallel.wrap(Objective(self.recipe, self.model, seed), world, self.compiled)
         self.stream = Stream(self.sizes.dataset, self.sizes.global_batch, seed)
-        if world.size > 1:
-            self._rehearse()
-        self.loader = self._loader()
+        self.signals = Signals()
+        self.wish = 0
+        """What some rank wants: the number of a signal, or OUT_OF_MEMORY; agreed in every step."""
+        self._prepare()
         self.totals = Totals()
         self.made: tuple[Path, ...] = ()
         self.trackers = trackers.Trackers({})
@@ -124,43 +129,84 @@ class Trainer:
         scaler = self.precision.scaler
         return optim.Update(optimizer, schedule, self.sizes, ratio, settings.clip_grad, scaler, self.world)
 
-    def _loader(self) -> loader.Loader:
+    def _prepare(self) -> None:
+        """Make ready what depends on how the global batch is cut: the replica and the loader."""
+        objective = Objective(self.recipe, self.model, self.config.data.seed)
+        self.replica = parallel.Replica(objective, self.world, self.compiled)
+        if self.world.size > 1:
+            self._rehearse()
         workers = self.config.data.num_workers
         workers = loader.default_workers(self.world.device) if workers is None else workers
         dtype = self.precision.dtype
-        return loader.Loader(self.recipe, self.data, self.stream, self.world, self.sizes, self.step, workers, dtype)
+        self.loader = loader.Loader(
+            self.recipe, self.data, self.stream, self.world, self.sizes, self.step, workers, dtype
+        )
 
     def _rehearse(self) -> None:
-        """One pass forward and back that changes nothing, for `parallel.wrap` to learn from."""
-        pieces = self.stream.micro_batches(self.step, self.world.rank, self.world.size, self.sizes.accumulation)
-        micro = loader.Fetch(self.recipe, self.data, self.stream.seed).__getitems__((pieces[-1], True))
+        """Two passes of one sample, forward and back, that change nothing, for the replica to learn from."""
+        piece = self.stream.batch(self.step, self.world.rank, self.world.size)
+        first = Slice(piece.epoch[:1], piece.index[:1])
+        micro = loader.Fetch(self.recipe, self.data, self.stream.seed).__getitems__((first, True))
         if micro.error:
             raise ValueError(micro.error)
         micro = loader.to_device(micro, self.world.device, self.precision.dtype)
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        devices = [self.world.device] if self.world.device.type == "cuda" else []
         self.model.train()
-        with torch.random.fork_rng(devices), self.precision.autocast:
-            total, *_ = self.replica.forward(micro.batch, micro.epochs, micro.indices)
-        (total * 0).backward()
+        with torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else []):
+            for _ in range(2):
+                with self.precision.autocast:
+                    total, *_ = self.replica.rehearsal(micro.batch, micro.epochs, micro.indices)
+                (total * 0).backward()
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
-        self.update.optimizer.zero_grad(set_to_none=True)
+        self.update.forget()
 
     def train_step(self) -> None:
         """One optimizer update from one global batch."""
-        for micro in self.loader.step():
-            if not len(micro.indices):
-                continue  # more micro-batches than samples on this rank; never the last one
-            with nullcontext() if micro.last else self.replica.no_sync():
-                with self.precision.autocast:
-                    total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices)
-                self.update.loss(total, weight, len(micro.indices)).backward()
-            self.totals.add(total, weight, logs)
-            self.watch.ledger.used.append(micro.samples)
+        before, short, self.replica.buckets.issued = self.totals.sums.copy(), False, 0
+        try:
+            for micro in self.loader.step():
+                if not len(micro.indices):
+                    continue  # more micro-batches than samples on this rank; never the last one
+                with nullcontext() if micro.last else self.replica.no_sync():
+                    with self.precision.autocast:
+                        total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices)
+                    self.update.loss(total, weight, len(micro.indices)).backward()
+                self.totals.add(total, weight, logs)
+                self.watch.ledger.used.append((self.step, micro.samples))
+        except torch.OutOfMemoryError:
+            short = True
+            self.replica.buckets.release()
+        self.wish = self.world.largest(OUT_OF_MEMORY if short else self.signals.received)
+        if self.wish == OUT_OF_MEMORY:
+            self.totals.sums = before
+            self._redo_in_smaller_pieces()
+            return
         self.update.step(self.step)
         for ema in self.emas:
             ema.update(self.step)
+
+    def _redo_in_smaller_pieces(self) -> None:
+        """Some rank had not enough memory. All of them halve the micro-batch; the global batch stays what it is."""
+        old = self.sizes
+        if old.micro_batch == 1:
+            raise Diverged("there is not enough memory for a single sample; use a smaller model or input")
+        micro = -(-old.micro_batch // 2)
+        share = -(-old.global_batch // old.world)
+        accumulation = -(-share // micro)
+        self.sizes = replace(old, micro_batch=micro, accumulation=accumulation)
+        self.say(
+            f"out of memory at step {self.step + 1}: micro-batch {old.micro_batch} -> {micro}, accumulation "
+            f"{old.accumulation} -> {accumulation}; the global batch stays {old.global_batch}"
+        )
+        self.update.forget()
+        self.watch.ledger.used = [entry for entry in self.watch.ledger.used if entry[0] != self.step]
+        del self.replica, self.loader
+        gc.collect()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._prepare()
+        self.train_step()
 
     def fit(self) -> Outcome:
         """Train to the end, or until somebody wants to stop; then leave everything saved."""
@@ -168,7 +214,7 @@ class Trainer:
         stopped_by, run = None, self.config.run
         self._clock, self._logged = time.perf_counter(), self.step
         self.model.train()
-        with Signals() as signals:
+        with self.signals:
             while self.step < self.sizes.n_steps and stopped_by is None:
                 self.train_step()
                 self.step += 1
@@ -180,8 +226,8 @@ class Trainer:
                     self._evaluate()
                 if run.patience and self.bad_evaluations >= run.patience:
                     stopped_by = "patience"
-                elif wish := self.world.largest(signals.received):
-                    stopped_by = signal.Signals(wish).name
+                elif self.wish:
+                    stopped_by = signal.Signals(self.wish).name
                 elif not at_end and (self.new_best or self._due(run.save_every)):
                     self._save()
                 if not at_end and stopped_by is None and self._due(run.sample_every):

@@ -188,7 +188,7 @@ def _worker(folder: Path) -> int:
             trainer.train_step()
             trainer.step += 1
             trace.losses.append(trainer.totals.means(world)["loss"])
-            used = [x for part in trainer.watch.ledger.used for x in zip(part.epoch, part.index, strict=True)]
+            used = [x for _, part in trainer.watch.ledger.used for x in zip(part.epoch, part.index, strict=True)]
             trainer.watch.ledger.used = []
             parts = world.gather(([(int(e), int(i)) for e, i in used], recorder.take()))
             if world.is_main:

@@ -34,8 +34,8 @@ class Ledger:
 
     def __init__(self, size: int):
         self.size = size
-        self.used: list[Slice] = []
-        """Slices that the loop puts here; nothing else happens during a step."""
+        self.used: list[tuple[int, Slice]] = []
+        """(step, samples) that the loop puts here; nothing else happens during a step."""
         self.books: dict[int, Entry] = {}
         self.complete = 0
         """Epochs that were proven whole."""
@@ -45,8 +45,8 @@ class Ledger:
         used, self.used = self.used, []
         if not used:
             return {}
-        epoch = np.concatenate([part.epoch for part in used])
-        index = np.concatenate([part.index for part in used])
+        epoch = np.concatenate([part.epoch for _, part in used])
+        index = np.concatenate([part.index for _, part in used])
         chosen = {int(e): index[epoch == e] for e in np.unique(epoch)}
         return {e: (len(part), _sum(part)) for e, part in chosen.items()}
 

@@ -28,6 +28,7 @@ def test_s2_has_the_published_size() -> None:
     parameters = sum(p.numel() for p in build("DiT-S/2", side=32, classes=10).parameters())
     print(f"DiT-S/2: {parameters:,} parameters")
     assert abs(parameters - 32.5e6) < 0.3e6
+    assert parameters == 32_475_660, "norms without gains, biases everywhere, 11 classes"
 
 
 def test_names_give_sizes() -> None:
@@ -71,6 +72,20 @@ def test_registers_take_part_but_are_not_put_out() -> None:
     assert swapped.registers is not None
     swapped.registers.data = swapped.registers.data.flip(0)
     torch.testing.assert_close(swapped(x, t, label), before)
+
+
+def test_qk_norm_makes_attention_blind_to_the_length_of_queries_and_keys() -> None:
+    assert set(tiny(qk_norm=True).state_dict()) - set(tiny().state_dict()) == {
+        f"blocks.{i}.attention.{norm}_norm.weight" for i in range(2) for norm in "qk"
+    }
+    for qk_norm in (True, False):
+        model = tiny(qk_norm=qk_norm)
+        before = model(*inputs())
+        with torch.no_grad():
+            for block in model.blocks:
+                block.attention.qkv.weight[: 2 * 32] *= 3  # type: ignore[union-attr, index]
+                block.attention.qkv.bias[: 2 * 32] *= 3  # type: ignore[union-attr, index]
+        assert torch.allclose(model(*inputs()), before, atol=1e-4) == qk_norm
 
 
 def test_patches_go_back_where_they_came_from() -> None:
