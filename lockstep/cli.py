@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import config, distributed, launch, recipe, run, use, verify
-from .trainer import Diverged, Outcome, OutOfLockstep, Trainer
+from .trainer import Diverged, NotSaved, Outcome, OutOfLockstep, OutOfMemory, Trainer
 
 Arguments = list[str]
 
@@ -95,7 +95,7 @@ def finish(act: Callable[[], int]) -> None:
     except ValueError as error:
         status = 2
         _say(f"lockstep: {error}")
-    except (Diverged, OutOfLockstep) as error:
+    except (Diverged, NotSaved, OutOfLockstep, OutOfMemory) as error:
         _say(f"lockstep: {error}")
     except KeyboardInterrupt:
         status = 130

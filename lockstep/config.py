@@ -34,6 +34,9 @@ ALIASES = {
 }
 """Other names that guides and scripts use for a flag."""
 
+RUNS = Path("runs")
+"""Where runs go, each recipe's in a folder of its own."""
+
 EXCLUSIVE = [("n_steps", "epochs"), ("global_batch_size", "gradient_accumulation_steps")]
 
 
@@ -242,7 +245,14 @@ class Request:
             if holds in settings:
                 settings.pop(idle, None)
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-        path.write_text(yaml.safe_dump(settings, sort_keys=False))
+        write_whole(path, yaml.safe_dump(settings, sort_keys=False))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside and rename: whoever reads it, or is killed, finds the old text or the new one."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 Flag = tuple[str, list[str]]
@@ -370,15 +380,24 @@ def _files(recipe: type[Recipe], typed: list[Flag], known: Mapping[str, bool]) -
             have = ", ".join(recipe.presets) or "none"
             raise ValueError(f"there is no preset {preset!r}{nearest(preset, recipe.presets)}; this recipe has: {have}")
         layers.append(_from_mapping(recipe.presets[preset], known, f"preset {preset}"))
-    resumed = _resumed_config(values.get("resume"), values.get("out"))
+    where = {**file, **values}
+    resumed = _resumed_config(where.get("resume"), where.get("out"), RUNS / recipe.name)
     if resumed:
         layers.append(_from_mapping(read_yaml(resumed), known, str(resumed)))
     return layers, _from_mapping(file, known, values.get("config", ""))
 
 
-def _resumed_config(resume: str | None, out: str | None) -> Path | None:
-    """The config.yaml of the run that `--resume` names, if it can be told from the flags alone."""
-    start = Path(resume) if resume and resume not in ("auto", "latest") else Path(out) if resume and out else None
+def newest_run(runs: Path) -> Path | None:
+    """The run under `runs` that was last worked on, of those with a checkpoint."""
+    found = [p.parent for p in runs.glob("*/checkpoints") if any(p.glob("step-*"))]
+    return max(found, key=lambda p: p.stat().st_mtime) if found else None
+
+
+def _resumed_config(resume: str | None, out: str | None, runs: Path) -> Path | None:
+    """The config.yaml of the run that `--resume` means."""
+    if not resume:
+        return None
+    start = (Path(out) if out else newest_run(runs)) if resume in ("auto", "latest") else Path(resume)
     for folder in (start, *list(start.parents)[:2]) if start else ():
         if (folder / "config.yaml").is_file() and (folder / "receipt.json").is_file():
             return folder / "config.yaml"

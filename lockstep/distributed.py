@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -98,9 +99,9 @@ class World:
 def first_to_fail() -> bool:
     """Whether no other rank has failed before: only the first failure is worth the user's eyes."""
     if _failures is None:  # before ranks know each other they all find the same thing wrong
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             return True
-        threading.Event().wait(10)  # the launcher ends all at the first exit: let rank 0, who speaks, be that
+        threading.Event().wait(10)  # the launcher ends all at the first exit: let the one who speaks be that
         return False
     try:
         return _failures.add(_FAILED, 1) == 1
@@ -124,9 +125,11 @@ class Signals:
     """Ctrl-C and a scheduler's signals, taken as a wish to stop after the step. A second one ends the process."""
 
     KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    ONE_WISH = 1.0
+    """Seconds within which signals count as one: a scheduler may reach a rank directly and through its launcher."""
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received, self._since = 0, 0.0
         """The number of the first one that came."""
         self._before: dict[signal.Signals, Any] = {}
 
@@ -141,9 +144,10 @@ class Signals:
             signal.signal(kind, handler)
 
     def _take(self, number: int, _: FrameType | None) -> None:
-        if self.received:
+        if self.received and time.monotonic() - self._since > self.ONE_WISH:
             os._exit(128 + number)
-        self.received = number
+        if not self.received:
+            self.received, self._since = number, time.monotonic()
 
 
 @contextmanager
@@ -210,10 +214,9 @@ def pick_device(hardware: Hardware, local_rank: int) -> torch.device:
         raise ValueError("--device cuda, but no GPU is visible (CUDA_VISIBLE_DEVICES?); use --device cpu")
     if hardware.device == "cpu" or gpus == 0:
         return torch.device("cpu")
-    if local_rank >= gpus:
-        raise ValueError(
-            f"local rank {local_rank} has no GPU: {gpus} visible; start {gpus} processes or use --device cpu"
-        )
+    here = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if here > gpus:
+        raise ValueError(f"{here} processes, but {gpus} GPU(s) are visible; start {gpus} or use --device cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

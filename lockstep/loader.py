@@ -59,6 +59,11 @@ def fetch_items(dataset: Any, indices: list[int]) -> list[Any]:
     return [dataset[i] for i in indices]
 
 
+def _leave_group(_: int) -> None:
+    """A signal to the whole process group (Ctrl-C, a launcher's) is for the rank, which still needs its workers."""
+    os.setpgid(0, 0)
+
+
 def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
     return micro_batch
 
@@ -85,6 +90,7 @@ class Loader:
                 collate_fn=_as_it_is,  # type: ignore[arg-type]
                 pin_memory=world.device.type == "cuda",
                 prefetch_factor=4 if workers else None,
+                worker_init_fn=_leave_group,
                 generator=torch.Generator(),  # or it would draw from the global one, which is dropout's
             )
         )

@@ -16,7 +16,11 @@ def build(optim: Optim, parameters: Iterable[nn.Parameter]) -> torch.optim.Optim
     """The optimizer that the flags describe. Fused ones also skip a bad step on the device itself."""
     parameters = list(parameters)
     if optim.optimizer == "sgd":
-        return torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
+        sgd = torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
+        if optim.momentum:  # torch leaves the buffer unset until a step is taken, and a skipped first step takes none
+            for parameter in parameters:
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
     betas = (optim.beta1, optim.beta2)
     return torch.optim.AdamW(parameters, optim.lr, betas, weight_decay=optim.weight_decay, fused=True)
 

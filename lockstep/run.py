@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from . import checkpoint
-from .config import Request
+from .config import RUNS, Request, newest_run, write_whole
 from .distributed import World
 from .stream import Sizes
 
-RUNS = Path("runs")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -48,7 +47,7 @@ def settle(request: Request) -> Place:
             raise ValueError(f"{folder} holds a run already; go on with it by --resume auto, or choose another --out")
         place = Place(folder)
     elif run.resume in ("auto", "latest"):
-        place = _latest(run.resume, Path(run.out) if run.out else _newest_run(RUNS / name), RUNS / name, remarks.append)
+        place = _latest(run.resume, Path(run.out) if run.out else newest_run(RUNS / name), RUNS / name, remarks.append)
     else:
         place = _from_path(Path(run.resume), Path(run.out) if run.out else None, RUNS / name, remarks.append)
     place.remarks = remarks
@@ -85,15 +84,17 @@ def _latest(how: str, folder: Path | None, runs: Path, report: Any) -> Place:
 
 def _from_path(path: Path, out: Path | None, runs: Path, report: Any) -> Place:
     where = checkpoint.resolve(path)
-    if not checkpoint.is_checkpoint(where):
-        found = checkpoint.newest(where, report)
-        if found is None:
-            raise ValueError(f"there is no good checkpoint in {where}")
-        return Place(out or where.parent, found.path)
-    last = checkpoint.newest(where.parent, report)
-    if out is None and last is not None and last.path == where:
-        return Place(where.parent.parent, where)
-    return Place(out or _fresh(runs), where)  # from the middle of a run: a branch, so that the rest of it stays
+    folder = where if not checkpoint.is_checkpoint(where) else where.parent
+    newest = checkpoint.newest(folder, report)
+    start = newest.path if newest and folder == where else where
+    if newest is None and folder == where:
+        raise ValueError(f"there is no good checkpoint in {where}")
+    own = folder.parent
+    if newest and start.resolve() == newest.path.resolve() and (out is None or out.resolve() == own.resolve()):
+        return Place(own, newest.path)
+    if out is not None and holds_a_run(out):
+        raise ValueError(f"{out} holds a run already; to branch off from {start} choose another --out")
+    return Place(out or _fresh(runs), start)  # from the middle of a run: a branch, so that the rest of it stays
 
 
 def _fresh(runs: Path) -> Path:
@@ -103,11 +104,6 @@ def _fresh(runs: Path) -> Path:
     while (runs / (name if taken == 1 else f"{name}-{taken}")).exists():
         taken += 1
     return runs / (name if taken == 1 else f"{name}-{taken}")
-
-
-def _newest_run(runs: Path) -> Path | None:
-    found = [p.parent for p in runs.glob("*/checkpoints") if any(p.glob("step-*"))]
-    return max(found, key=lambda p: p.stat().st_mtime) if found else None
 
 
 def _make(folder: Path) -> None:
@@ -141,7 +137,7 @@ class Receipt:
         console.print()
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps({**self.facts, **dict(self.rows), "remarks": self.remarks}, indent=2) + "\n")
+        write_whole(path, json.dumps({**self.facts, **dict(self.rows), "remarks": self.remarks}, indent=2) + "\n")
 
 
 def devices(world: World) -> str:

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,14 @@ OUT_OF_MEMORY = 1000
 
 class Diverged(RuntimeError):
     """The gradient has not been finite for too many steps in a row."""
+
+
+class NotSaved(RuntimeError):
+    """The run came to its end but its last state could not be written."""
+
+
+class OutOfMemory(RuntimeError):
+    """There is no smaller piece to cut the batch into."""
 
 
 @dataclass
@@ -95,9 +103,9 @@ class Trainer:
         self.compiled = {"auto": world.device.type == "cuda", "on": True, "off": False}[self.config.hardware.compile]
         self.emas = [Ema(self.model, decay) for decay in self.config.optim.ema_decay]
         self.update = self._update()
-        self.watch = Watch(world, dict(self.model.state_dict()), self.sizes.dataset)
+        self.watch = Watch(world, self._replicated(), self.sizes.dataset)
 
-        self.step = 0
+        self.step = self.started = 0
         self.best = math.inf if self.config.run.best_mode == "min" else -math.inf
         self.bad_evaluations = 0
         self.new_best = False
@@ -117,9 +125,19 @@ class Trainer:
     def _share_batch_norm(self) -> bool:
         wanted = {"auto": self.world.size > 1, "on": True, "off": False}[self.config.hardware.sync_bn]
         if wanted and parallel.has_batch_norm(self.model):
+            if self.sizes.global_batch // self.world.size < self.sizes.accumulation:
+                raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise --batch_size")
             parallel.share_batch_norm(self.model)
             return True
         return False
+
+    def _replicated(self) -> dict[str, Tensor]:
+        """What has to be the same on every rank: all of the state, but for statistics that are a rank's own."""
+        state = self.model.state_dict()
+        if parallel.has_batch_norm(self.model) and not self.shares_batch_norm:
+            own = dict(self.model.named_buffers())
+            return {name: tensor for name, tensor in state.items() if name not in own}
+        return dict(state)
 
     def _update(self) -> optim.Update:
         settings = self.config.optim
@@ -143,9 +161,9 @@ class Trainer:
         )
 
     def _rehearse(self) -> None:
-        """Two passes of one sample, forward and back, that change nothing, for the replica to learn from."""
+        """Two passes of two samples, forward and back, that change nothing, for the replica to learn from."""
         piece = self.stream.batch(self.step, self.world.rank, self.world.size)
-        first = Slice(piece.epoch[:1], piece.index[:1])
+        first = Slice(piece.epoch[:2], piece.index[:2])
         micro = loader.Fetch(self.recipe, self.data, self.stream.seed).__getitems__((first, True))
         if micro.error:
             raise ValueError(micro.error)
@@ -175,11 +193,13 @@ class Trainer:
                 self.totals.add(total, weight, logs)
                 self.watch.ledger.used.append((self.step, micro.samples))
         except torch.OutOfMemoryError:
+            if self.shares_batch_norm:
+                raise  # the others wait in the middle of a forward pass: nothing can be agreed on there
             short = True
             self.replica.buckets.release()
         self.wish = self.world.largest(OUT_OF_MEMORY if short else self.signals.received)
         if self.wish == OUT_OF_MEMORY:
-            self.totals.sums = before
+            self.totals.sums, total, weight, logs = before, None, None, None
             self._redo_in_smaller_pieces()
             return
         self.update.step(self.step)
@@ -190,7 +210,7 @@ class Trainer:
         """Some rank had not enough memory. All of them halve the micro-batch; the global batch stays what it is."""
         old = self.sizes
         if old.micro_batch == 1:
-            raise Diverged("there is not enough memory for a single sample; use a smaller model or input")
+            raise OutOfMemory("there is not enough memory for a single sample; use a smaller model or input")
         micro = -(-old.micro_batch // 2)
         share = -(-old.global_batch // old.world)
         accumulation = -(-share // micro)
@@ -211,6 +231,14 @@ class Trainer:
     def fit(self) -> Outcome:
         """Train to the end, or until somebody wants to stop; then leave everything saved."""
         self._open()
+        try:
+            return self._loop()
+        finally:
+            if self.world.is_main:
+                self.checkpoints.wait()
+            self.trackers.close()
+
+    def _loop(self) -> Outcome:
         stopped_by, run = None, self.config.run
         self._clock, self._logged = time.perf_counter(), self.step
         self.model.train()
@@ -226,7 +254,7 @@ class Trainer:
                     self._evaluate()
                 if run.patience and self.bad_evaluations >= run.patience:
                     stopped_by = "patience"
-                elif self.wish:
+                elif self.wish and not at_end:
                     stopped_by = signal.Signals(self.wish).name
                 elif not at_end and (self.new_best or self._due(run.save_every)):
                     self._save()
@@ -248,8 +276,10 @@ class Trainer:
         receipt.show()
         resumed = self.step if self.place.start else None
         events = Path(run.logdir) if run.logdir else folder / "tensorboard"
+        console = trackers.Console(self.sizes.n_steps, self.step)
+        self.trackers = trackers.Trackers({"the console": lambda: console})  # for what the others have to say
         where: dict[str, Callable[[], trackers.Tracker]] = {
-            "the console": lambda: trackers.Console(self.sizes.n_steps, self.step),
+            "the console": lambda: console,
             "metrics.jsonl": lambda: trackers.JsonLines(folder / "metrics.jsonl", resumed),
         }
         if run.tensorboard:
@@ -267,7 +297,7 @@ class Trainer:
         """A line to the user, once, and into log.txt."""
         if self.world.is_main:
             self.trackers.message(text)
-            with (self.place.folder / "log.txt").open("a") as log:
+            with suppress(OSError), (self.place.folder / "log.txt").open("a") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def receipt(self) -> Receipt:
@@ -360,10 +390,12 @@ class Trainer:
                 self.config.data.seed, limit,
             )  # fmt: skip
         self.trackers.log(self.step, {f"val/{name}": value for name, value in values.items()})
+        if run.best_metric not in values and not run.eval_every:
+            return
         if run.best_metric not in values:
             raise ValueError(f"best_metric is one of {', '.join(values)}, not {run.best_metric}")
         value, sign = values[run.best_metric], 1 if run.best_mode == "min" else -1
-        if sign * value < sign * self.best - run.min_delta or math.isinf(self.best):
+        if sign * value < sign * self.best - (0 if math.isinf(self.best) else run.min_delta):
             self.best, self.bad_evaluations, self.new_best = value, 0, True
         else:
             self.bad_evaluations += 1
@@ -409,6 +441,8 @@ class Trainer:
             "step": self.step,
             "global_batch": self.sizes.global_batch,
             "world": self.world.size,
+            "seed": self.config.data.seed,
+            "dataset": self.sizes.dataset,
             "optimizer": type(self.update.optimizer).__name__,
             "best": self.best,
             "bad_evaluations": self.bad_evaluations,
@@ -419,9 +453,25 @@ class Trainer:
         pause = self.checkpoints.save(self.step, tensors, state, best=best, final=final)
         self.trackers.log(self.step, {"checkpoint_pause_seconds": pause})
 
+    def _save_for_good(self, final: bool) -> None:
+        """The last save has to succeed, on a second try if need be, or the run has failed on all ranks."""
+        failure = None
+        for _ in range(2):
+            self._save(final)
+            if self.world.is_main:
+                self.checkpoints.wait()
+                failure = self.checkpoints.failure()
+            failure = self.world.broadcast(failure)
+            if failure is None:
+                return
+        raise NotSaved(f"the state after step {self.step} could not be saved: {failure}")
+
     def _restore(self, start: checkpoint.Checkpoint) -> None:
         """Go on where the checkpoint was made, on whatever world this is."""
         what = str(start.path)
+        for name, now in (("seed", self.config.data.seed), ("dataset", self.sizes.dataset)):
+            if start.state[name] != now:
+                raise ValueError(f"{what} was made with {name} {start.state[name]}, not {now}: it would lose its place")
         checkpoint.restore_model(self.model, start.tensors["model"], what)
         for ema in self.emas:
             averaged = start.tensors.get(f"ema-{ema.decay}")
@@ -432,6 +482,7 @@ class Trainer:
             raise ValueError(f"{what} was made with {start.state['optimizer']}; give the --optimizer of its run")
         checkpoint.restore_optimizer(self.update.optimizer, self.model.named_parameters(), start.tensors["optimizer"])
         self.step, state = start.step, start.state
+        self.started = self.step
         self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]
         self.update.bad_steps.fill_(state["bad_steps"])
         self.watch.ledger.restore(state["ledger"])
@@ -442,22 +493,16 @@ class Trainer:
             torch.set_rng_state(generators[f"rank{self.world.rank}.cpu"])
         if f"rank{self.world.rank}.cuda" in generators and self.world.device.type == "cuda":
             torch.cuda.set_rng_state(generators[f"rank{self.world.rank}.cuda"], self.world.device)
-        if self.step >= self.sizes.n_steps:
-            raise ValueError(f"{what} is at step {self.step} of {self.sizes.n_steps}: there is nothing left to do")
 
     def _close(self, stopped_by: str | None) -> Outcome:
         """Save what there is, write the weights as plain files, make the last samples, and let go of everything."""
         done = stopped_by in (None, "patience")
-        self._save(final=done)
-        if self.world.is_main:
-            self.checkpoints.wait()
-            if failure := self.checkpoints.failure():
-                self.say(failure)
-            if done:
-                self._export()
+        if self.step > self.started:
+            self._save_for_good(done)
+        if done and self.world.is_main:
+            self._export()
         if done:
             self._sample()
-        self.trackers.close()
         del self.replica, self.loader
         return Outcome(self.step, self.place.folder, stopped_by, self.made)
 

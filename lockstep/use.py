@@ -45,6 +45,8 @@ class Trained:
     folder: Path
     recipe: recipe.Recipe
     checkpoint: checkpoint.Checkpoint
+    averages: tuple[float, ...]
+    """Decays of its averaged weights, the one that counts first."""
 
 
 def _open(path: Path, which: str) -> Trained:
@@ -55,19 +57,21 @@ def _open(path: Path, which: str) -> Trained:
         raise ValueError(f"{folder} is not a run's folder: it has no receipt.json")
     found = recipe.find(json.loads((folder / "receipt.json").read_text())["spec"])
     request = config.parse(found, ["--config", str(folder / "config.yaml")], "lockstep")
+    chosen: checkpoint.Checkpoint | None
     if checkpoint.is_checkpoint(where):
-        return Trained(folder, found(request.options), checkpoint.load(where))
-    if which == "last":
-        newest = checkpoint.newest(where, lambda text: print(text, file=sys.stderr))  # noqa: T201
-        if newest is None:
-            raise ValueError(f"there is no good checkpoint in {where}")
-        return Trained(folder, found(request.options), newest)
-    return Trained(folder, found(request.options), checkpoint.load(where / which))
+        chosen = checkpoint.load(where)
+    elif which == "last":
+        chosen = checkpoint.newest(where, lambda text: print(text, file=sys.stderr))  # noqa: T201
+    else:
+        chosen = checkpoint.load(where / which)
+    if chosen is None:
+        raise ValueError(f"there is no good checkpoint in {where}")
+    return Trained(folder, found(request.options), chosen, request.train.optim.ema_decay)
 
 
 def _model(trained: Trained, weights: str) -> tuple[nn.Module, str]:
     """The model with the weights asked for, and which these are."""
-    averages = sorted(name for name in trained.checkpoint.tensors if name.startswith("ema-"))[::-1]
+    averages = [f"ema-{decay}" for decay in trained.averages]
     if weights == "ema" and not averages:
         raise ValueError(f"{trained.checkpoint.path} has no averaged weights; use --weights plain")
     name = averages[0] if averages and weights != "plain" else "model"

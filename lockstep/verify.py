@@ -9,9 +9,10 @@ In float64, the default, rounding can neither hide a difference nor fake one.
 
 import json
 import math
+import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +69,7 @@ def verify(words: list[str]) -> int:
         return _worker(Path(words[1]))
     if not words or words[0].startswith("-"):
         raise ValueError("say what to verify: lockstep verify RECIPE [flags]")
+    os.environ.pop("LOCKSTEP_SMOKE", None)  # it would cut the batch, by the world
     found = recipe.find(words[0])
     options, flags = tyro.cli(
         Verify, args=words[1:], prog="lockstep verify RECIPE", use_underscores=True, return_unknown_args=True
@@ -102,7 +104,7 @@ def _report(name: str, runs: list[str], places: list[Path], options: Verify) -> 
     equal = True
     for label, trace, tensors in zip(runs[1:], traces[1:], weights[1:], strict=True):
         apart = weights_apart(weights[0], tensors)
-        losses = max(abs(a - b) / max(abs(a), 1e-30) for a, b in zip(traces[0].losses, trace.losses, strict=True))
+        losses = _worst(abs(a - b) / max(abs(a), 1e-30) for a, b in zip(traces[0].losses, trace.losses, strict=True))
         samples, draws = trace.samples == traces[0].samples, draws_equal(traces[0].draws, trace.draws)
         fine = apart <= weight_limit and losses <= loss_limit and samples and draws
         equal = equal and fine
@@ -117,7 +119,12 @@ def weights_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     if a.keys() != b.keys():
         return math.inf
     norms = [((a[n].double() - b[n].double()).norm(), a[n].double().norm()) for n in a]
-    return max((d / n).item() if n > 0 else (0.0 if d == 0 else math.inf) for d, n in norms)
+    return _worst((d / n).item() if n > 0 else (0.0 if d == 0 else math.inf) for d, n in norms)
+
+
+def _worst(differences: Iterable[float]) -> float:
+    """The largest; one that is not a number is worse than any."""
+    return max(math.inf if math.isnan(d) else d for d in differences)
 
 
 def draws_equal(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:

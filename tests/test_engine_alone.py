@@ -9,6 +9,7 @@ import torch
 from engine import lines, train, trainer
 
 from lockstep.distributed import World
+from lockstep.trainer import NotSaved
 
 PACKAGE = Path(sys.modules["lockstep"].__file__).parent  # type: ignore[arg-type]
 
@@ -76,6 +77,36 @@ def test_an_overflow_in_fp16_halves_the_scale_and_changes_nothing_else(tmp_path:
     run.precision.scaler.scale.fill_(2.0**10)
     run.train_step()
     assert not all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
+
+
+def test_a_first_step_that_is_skipped_leaves_momentum_at_zero(tmp_path: Path) -> None:
+    run = trainer(
+        World(),
+        "Tiny",
+        ["--optimizer", "sgd", "--poison_from", "0", "--poison_to", "1", "--out", str(tmp_path / "run")],
+    )
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    run.model.train()
+    run.train_step()
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
+    run.train_step()
+    assert all((tensor - before[name]).abs().max() < 1 for name, tensor in run.model.state_dict().items())
+
+
+def test_a_failed_last_save_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(World(), "Tiny", ["--n_steps", "2", "--out", str(tmp_path / "run")])
+    monkeypatch.setattr(run.checkpoints, "failure", lambda: "the disk is full")
+    with pytest.raises(NotSaved, match="after step 2 could not be saved: the disk is full"):
+        run.fit()
+
+
+def test_a_full_disk_does_not_stop_the_loop(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = trainer(World(), "Tiny", ["--n_steps", "4", "--out", str(out)])
+    (out / "log.txt").symlink_to("/dev/full")
+    run.say("something")
+    run.fit()
+    assert (out / "model.pth").exists()
 
 
 def test_golden_losses_of_tiny_do_not_depend_on_when_they_are_logged(tmp_path: Path) -> None:

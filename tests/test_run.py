@@ -70,6 +70,29 @@ def test_resume_from_the_middle_branches_off() -> None:
     assert branch.folder != Path("here") and branch.start == Path("here/checkpoints/step-00000002")
 
 
+def test_a_resumed_run_never_goes_into_the_folder_of_another() -> None:
+    train(World(), "Tiny", ["--n_steps", "4", "--save_every", "2", "--out", "here"])
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "there"])
+    for start in ("here", "here/checkpoints/step-00000002"):
+        with pytest.raises(ValueError, match="there holds a run already"):
+            place("--resume", start, "--out", "there")
+    assert place("--resume", "here/checkpoints/last").folder == Path("here")
+
+
+@pytest.mark.parametrize("flags", [["--resume", "auto"], ["--resume", "latest"]])
+def test_the_settings_of_the_newest_run_hold_when_it_is_resumed(flags: list[str]) -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--lr", "0.5", "--seed", "7"])
+    got = parse(tiny.Tiny, flags, "test").train
+    assert (got.optim.lr, got.data.seed) == (0.5, 7)
+
+
+def test_another_seed_or_data_set_cannot_take_over_a_run() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    for flags in (["--seed", "1"], ["--size", "500"]):
+        with pytest.raises(ValueError, match="it would lose its place"):
+            train(World(), "Tiny", ["--resume", "here", "--n_steps", "4", *flags])
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used() -> None:
     train(World(), "Tiny", ["--n_steps", "4", "--save_every", "2", "--out", "here"])
     file = Path("here/checkpoints/step-00000004/model.safetensors")
@@ -93,10 +116,13 @@ def test_a_checkpoint_of_another_model_says_which_tensor_and_shape() -> None:
     assert "step-00000002" in str(error.value)
 
 
-def test_a_finished_run_has_nothing_left_to_do_unless_made_longer() -> None:
+def test_a_finished_run_can_be_finished_again_and_made_longer() -> None:
     train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
-    with pytest.raises(ValueError, match="nothing left to do"):
-        train(World(), "Tiny", ["--resume", "here"])
+    Path("here/model.pth").unlink()  # as if it had been killed before its end
+    saved = Path("here/checkpoints/step-00000002/manifest.json").stat().st_mtime_ns
+    train(World(), "Tiny", ["--resume", "here"])
+    assert Path("here/model.pth").exists()
+    assert Path("here/checkpoints/step-00000002/manifest.json").stat().st_mtime_ns == saved
     train(World(), "Tiny", ["--resume", "here", "--n_steps", "4"])
     assert Path("here/checkpoints/step-00000004").exists()
 

@@ -164,6 +164,22 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, nproc: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_signal_to_the_whole_group_leaves_the_loaders_processes_alone(folder: Path, nproc: str) -> None:
+    flags = ["--nproc", nproc, "--num_workers", "1", "--n_steps", "1000000", "--out", "here"]
+    process = subprocess.Popen(
+        ["lockstep", "train", TINY, *flags], cwd=folder, env=environment(), text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    wait_for(process, "step 10/")
+    os.killpg(process.pid, signal.SIGTERM)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "stopped by SIGTERM" in rest and "Traceback" not in errors, errors
+    assert any((folder / "here/checkpoints").glob("step-*/manifest.json"))
+
+
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_with_one_message_and_no_strays(folder: Path) -> None:
     out = str(folder / "here")
     process = started(["lockstep", "train", TINY, "--nproc", "2", "--n_steps", "1000000", "--out", out], folder)
@@ -212,7 +228,7 @@ def test_the_first_failure_is_the_one_that_is_seen(folder: Path) -> None:
         (["--size", "10", "--batch_size", "64"], "lockstep: the training set has 10 samples, fewer than"),
         (["--out", "train.py/run"], "lockstep: cannot write to train.py/run"),
         (["--batch_sise", "4"], "batch_size"),
-        (["--best_metric", "accuracy"], "best_metric is one of loss, not accuracy"),
+        (["--best_metric", "accuracy", "--eval_every", "2"], "best_metric is one of loss, not accuracy"),
     ],
 )
 @pytest.mark.parametrize("how", ["nproc", "torchrun"])

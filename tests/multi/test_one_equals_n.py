@@ -43,6 +43,15 @@ def test_accumulation_instead_of_ranks_gives_the_same(ranks, tmp_path: Path, wor
     assert apart(alone, other) < 1e-9
 
 
+def batch_norm_off(world: World, flags: list[str]) -> bool:
+    train(world, "WithBatchNorm", flags)
+    return True
+
+
+def test_batch_norm_of_each_ranks_own_trains_too(ranks, tmp_path: Path) -> None:
+    assert all(ranks(2)(batch_norm_off, ["--n_steps", "6", "--sync_bn", "off", "--out", str(tmp_path / "run")]))
+
+
 def test_float32_loss_curves_agree(ranks, tmp_path: Path) -> None:
     flags = [*STEPS, "--precision", "fp32", "--batch_size", "64"]
     train(World(), "Tiny", [*flags, "--out", str(tmp_path / "1")])

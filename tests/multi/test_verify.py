@@ -1,0 +1,54 @@
+"""`lockstep verify` tells equal runs from others."""
+
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from lockstep.verify import draws_equal, weights_apart
+from multi.test_launch import run
+
+SHARED = """
+import torch
+from tiny import Tiny
+
+class Shared(Tiny):
+    name = "shared"
+    def loss(self, model, batch, rng):
+        batch = {**batch, "x": batch["x"] + 0.01 * torch.randn_like(batch["x"])}  # noise of the rank's own generator
+        return super().loss(model, batch, rng)
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_that_keeps_to_the_rules_is_equal_on_worlds_that_divide_nothing(tmp_path: Path) -> None:
+    flags = ["--worlds", "1,3", "--steps", "50", "--global_batch_size", "64"]
+    done = run(["lockstep", "verify", f"{tiny.__file__}:Labelled", *flags], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ok ") == 2 and "DIFFERENT" not in done.stdout
+
+
+@pytest.mark.slow
+def test_randomness_of_a_ranks_own_is_found(tmp_path: Path) -> None:
+    (tmp_path / "shared.py").write_text(SHARED)
+    done = run(["lockstep", "verify", "shared.py:Shared", "--worlds", "1,2", "--steps", "5"], tmp_path)
+    assert done.returncode == 1
+    assert "DIFFERENT" in done.stdout
+
+
+@pytest.mark.slow
+def test_dit_is_equal_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    done = run(["lockstep", "verify", "dit", "--worlds", "1,2", "--steps", "10"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_not_a_number_is_not_equal() -> None:
+    one, nan = torch.ones(2), torch.tensor([1.0, math.nan])
+    assert weights_apart({"a": one, "b": one}, {"a": one, "b": nan}) == math.inf
+    assert weights_apart({"a": one}, {"b": one}) == math.inf
+    assert weights_apart({"a": one}, {"a": one}) == 0
+    assert not draws_equal([{"uniform x": 1}], [{"uniform x": 2}])
+    assert not draws_equal([{"uniform x": 1}], [{}])
+    assert draws_equal([{"normal x": 1.0}], [{"normal x": 1.0 + 1e-12}])
