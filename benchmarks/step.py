@@ -16,6 +16,7 @@ import torch
 from lockstep.config import parse
 from lockstep.distributed import World, pick_device
 from lockstep.recipe import find
+from lockstep.rng import Rng
 from lockstep.run import settle
 from lockstep.trainer import Trainer
 
@@ -76,6 +77,23 @@ def seconds(step: Callable[[], object], steps: int, device: torch.device) -> flo
     return statistics.median(times)
 
 
+def draws(run: Trainer, steps: int) -> float:
+    """Seconds for all keyed draws of a step by themselves."""
+    index = torch.arange(run.sizes.micro_batch, device=run.world.device)
+
+    def act(epoch: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rng = Rng.of(0, epoch, index)
+        return (
+            rng.normal("noise", 3, 32, 32),
+            rng.normal("time"),
+            rng.bernoulli("drop", 0.1),
+            rng.bernoulli("flip", 0.5),
+        )
+
+    act = torch.compile(act) if run.compiled else act
+    return seconds(lambda: act(index * 0, index), steps, run.world.device)
+
+
 def main() -> None:
     flags = sys.argv[1:]
     steps = int(flags.pop(flags.index("--steps") + 1)) if "--steps" in flags else 30
@@ -88,6 +106,7 @@ def main() -> None:
         rows["lockstep again"] = seconds(run.train_step, steps, run.world.device)
         ratio = min(rows["lockstep"], rows["lockstep again"]) / rows["by hand"]
         result = {"device": str(run.world.device), "seconds": rows, "ratio": ratio}
+        result["share_of_keyed_draws"] = draws(run, steps) / rows["by hand"]
         result["images_per_second"] = run.sizes.global_batch / rows["lockstep"]
         print(json.dumps(result, indent=2))  # noqa: T201
         del run

@@ -130,7 +130,7 @@ class Receipt:
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title="receipt", title_justify="left")
         for row in self.rows:
             table.add_row(*row)
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
+        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 1000, highlight=False)
         console.print(table)
         for remark in self.remarks:
             console.print(f"  note: {remark}", markup=False)

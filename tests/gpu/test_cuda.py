@@ -1,14 +1,17 @@
 """What only a GPU can show: the same draws as on a CPU, fast habits in force, NCCL ranks of one mind."""
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from engine import lines, trainer
 
+from lockstep import checkpoint
 from lockstep.config import Hardware
 from lockstep.distributed import World
 from lockstep.precision import choose
@@ -91,9 +94,41 @@ def test_two_nccl_ranks_train_like_one(tmp_path: Path, compile: str) -> None:
     flags += ["--precision", "fp32", "--compile", compile, "--log_every", "1", "--sample_per_class", "1"]
     flags += ["--sample_steps", "2", "--no_tensorboard", "--num_workers", "1"]
     for world in (1, 2):
-        start(world, [*flags, "--out", str(out[world])])
+        start(world, ["dit", *flags, "--out", str(out[world])])
     curves = [[line["loss"] for line in lines(out[world]) if "loss" in line] for world in (1, 2)]
     assert len(curves[0]) == 6 and curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_batch_norm_over_nccl_ranks_has_the_statistics_of_one_process(tmp_path: Path) -> None:
+    flags = [f"{tiny.__file__}:WithBatchNorm", "--precision", "fp64", "--global_batch_size", "32", "--batch_size", "32"]
+    flags += ["--n_steps", "20", "--log_every", "1", "--compile", "off", "--num_workers", "1"]
+    for world in (1, 2):
+        start(world, [*flags, "--out", str(tmp_path / str(world))])
+    ends = [checkpoint.load(tmp_path / str(world) / "checkpoints/step-00000020").tensors["model"] for world in (1, 2)]
+    assert "1.running_var" in ends[0]
+    for name, tensor in ends[0].items():
+        assert (ends[1][name].double() - tensor.double()).norm() <= 1e-9 * tensor.double().norm(), name
+
+
+def test_a_real_lack_of_memory_is_met_by_smaller_pieces(tmp_path: Path) -> None:
+    flags = ["--device", "cuda", "--precision", "fp32", "--compile", "off", "--width", "4096", "--size", "4096"]
+    flags += ["--batch_size", "4096", "--n_steps", "2", "--num_workers", "8", "--lr", "1e-4"]
+    weights = []
+    for name, room in (("plenty", 1.0), ("little", 0.6 / (torch.cuda.mem_get_info()[1] / 2**30))):
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(room)
+        try:
+            run = trainer(World(device=CUDA), "Plain", [*flags, "--out", str(tmp_path / name)])
+            run.fit()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        weights.append({name: tensor.cpu() for name, tensor in run.model.state_dict().items()})
+        pieces = run.sizes.accumulation
+        del run
+        gc.collect()
+    assert pieces > 1 and "out of memory at step" in (tmp_path / "little/log.txt").read_text()
+    for name, tensor in weights[0].items():
+        assert (weights[1][name] - tensor).norm() <= 1e-4 * tensor.norm(), name
 
 
 def start(world: int, flags: list[str]) -> None:
@@ -101,5 +136,5 @@ def start(world: int, flags: list[str]) -> None:
     for rank in range(world):
         environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "NCCL_HOSTID": f"host{rank}"}
-        ranks.append(subprocess.Popen([sys.executable, "-m", "lockstep", "train", "dit", *flags], env=environment))
+        ranks.append(subprocess.Popen([sys.executable, "-m", "lockstep", "train", *flags], env=environment))
     assert [rank.wait(timeout=400) for rank in ranks] == [0] * world
