@@ -72,9 +72,9 @@ def stopped_halfway(world: World, flags: list[str], at: int) -> None:
     step = halted.train_step
 
     def last() -> None:
-        step()
         if halted.step + 1 == at and world.rank == world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        step()
 
     halted.train_step = last  # type: ignore[method-assign]
     outcome = halted.fit()
