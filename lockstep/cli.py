@@ -57,7 +57,7 @@ def train_recipe(found: type[recipe.Recipe], flags: Arguments, command: Argument
     if nproc > 1:
         return launch.start(nproc, command, request.train.hardware.max_restarts)
     with distributed.session(request.train.hardware) as world:
-        place = world.decide(lambda: run.settle(request))
+        place = run.settle(request, world)
         outcome = Trainer(request, world, place).fit()
     if world.is_main:
         _farewell(outcome, found)

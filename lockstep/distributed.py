@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -174,8 +175,7 @@ def connect(hardware: Hardware) -> World:
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
         store.set_timeout(timeout)
-        # torchrun's agent keeps its store through restarts: without this, ranks meet the addresses of the dead.
-        store = dist.PrefixStore(f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = _muster(store, rank, size, hardware.timeout)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=nccl_device
         )
@@ -188,6 +188,36 @@ def connect(hardware: Hardware) -> World:
         _failures = store
         _watch_for_failures(store.clone())  # type: ignore[attr-defined]
     return world
+
+
+def _muster(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+    """A part of the store that only those who are here now know of.
+
+    torchrun's agent keeps its store when workers are restarted or a node joins; nodes do not even agree on how often
+    that has happened. So rank 0 makes up a name for this meeting and tells it to whoever calls, until all have
+    answered by that name: what the dead have left in the store answers nothing.
+    """
+    if rank > 0:
+        caller = uuid.uuid4().hex
+        store.set(f"lockstep/caller/{rank}", caller)
+        meeting = store.get(f"lockstep/meeting/{caller}").decode()
+        store.set(f"lockstep/{meeting}/here/{rank}", "")
+        return dist.PrefixStore(f"lockstep/{meeting}", store)
+    meeting, absent, told = uuid.uuid4().hex, set(range(1, size)), set()
+    pause, deadline = threading.Event(), time.monotonic() + timeout
+    while absent:
+        for other in sorted(absent):
+            if store.check([f"lockstep/{meeting}/here/{other}"]):
+                absent.discard(other)
+            elif store.check([f"lockstep/caller/{other}"]):
+                caller = store.get(f"lockstep/caller/{other}").decode()
+                if caller not in told:
+                    told.add(caller)
+                    store.set(f"lockstep/meeting/{caller}", meeting)
+        if absent and time.monotonic() > deadline:
+            raise dist.DistStoreError(f"absent: rank {', '.join(str(r) for r in sorted(absent))}")
+        pause.wait(0.01)
+    return dist.PrefixStore(f"lockstep/{meeting}", store)
 
 
 def _explain(error: Exception, where: str, timeout: float) -> str:

@@ -11,7 +11,7 @@ from .config import Request
 from .distributed import World
 from .ema import Ema
 from .recipe import Objective, Recipe
-from .run import Place, Receipt, devices, launch_id, without_effect
+from .run import Place, Receipt, devices, without_effect
 from .stream import Sizes, Slice, Stream
 from .watch import Watch
 
@@ -141,7 +141,7 @@ class Job:
             remarks.append("the global batch does not divide evenly: some micro-batches are smaller by one")
         if parallel.has_batch_norm(self.model):
             remarks += self._batch_norm_remarks()
-        facts = {"spec": self.request.recipe.spec, "global_batch": sizes.global_batch, "launch": launch_id()}
+        facts = {"spec": self.request.recipe.spec, "global_batch": sizes.global_batch, "starts": self.place.starts}
         return Receipt(facts, rows, [*self.place.remarks, *remarks])
 
     def _batch_norm_remarks(self) -> list[str]:

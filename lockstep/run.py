@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -17,8 +18,6 @@ from . import checkpoint
 from .config import RUNS, Request, newest_run, write_whole
 from .distributed import World
 from .stream import Sizes
-
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass
@@ -30,17 +29,25 @@ class Place:
     global_batch: int | None = None
     """The one that an earlier start of this run had, before there was a checkpoint to tell."""
     remarks: list[str] = field(default_factory=list)
+    starts: list[tuple[str, str]] = field(default_factory=list)
+    """Of each rank, torchrun's agent and the process: by them a restart is known."""
 
 
-def settle(request: Request) -> Place:
-    """Choose the folder and the checkpoint to start from; rank 0's task. What stands in the way is a ValueError."""
+def settle(request: Request, world: World) -> Place:
+    """Choose the folder and the checkpoint to start from; what stands in the way is a ValueError on every rank."""
+    starts = [start for start in world.gather(_start()) if start]
+    place: Place = world.decide(lambda: _choose(request, starts))
+    return place
+
+
+def _choose(request: Request, starts: list[tuple[str, str]]) -> Place:
     run = request.train.run
     name = request.recipe.name
     remarks: list[str] = []
-    if restarted := _restarted(Path(run.out) if run.out else None, RUNS / name):
+    if restarted := _restarted(starts, Path(run.out) if run.out else None, RUNS / name):
         place = _latest("auto", restarted, RUNS / name, remarks.append)
         place.global_batch = json.loads((restarted / "receipt.json").read_text())["global_batch"]
-        remarks.append(f"restart {os.environ[RESTARTS]} of this run")
+        remarks.append("the processes of this run were started again")
     elif run.resume is None:
         folder = Path(run.out) if run.out else _fresh(RUNS / name)
         if holds_a_run(folder):
@@ -50,23 +57,29 @@ def settle(request: Request) -> Place:
         place = _latest(run.resume, Path(run.out) if run.out else newest_run(RUNS / name), RUNS / name, remarks.append)
     else:
         place = _from_path(Path(run.resume), Path(run.out) if run.out else None, RUNS / name, remarks.append)
-    place.remarks = remarks
+    place.remarks, place.starts = remarks, starts
     _make(place.folder)
     return place
 
 
-def launch_id() -> str:
-    """What all starts of one launch have in common: torchrun's job, or the agent that is our parent."""
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return job if job != "none" else f"{socket.gethostname()}-{os.getppid()}"
-
-
-def _restarted(out: Path | None, runs: Path) -> Path | None:
-    """The folder of this very run, if torchrun's agent has started it before."""
-    if os.environ.get(RESTARTS, "0") == "0":
+def _start() -> tuple[str, str] | None:
+    """The torchrun agent that started this process, and the process: the first outlives the second."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
+    here = socket.gethostname()
+    agent, worker = (
+        f"{here}/{process.pid}/{process.create_time():.2f}"
+        for process in (psutil.Process(os.getppid()), psutil.Process())
+    )
+    return agent, worker
+
+
+def _restarted(starts: list[tuple[str, str]], out: Path | None, runs: Path) -> Path | None:
+    """The folder of this very run: an agent among us has started it before, in other processes than these."""
+    agents, workers = ({start[i] for start in starts} for i in (0, 1))
     for receipt in [out / "receipt.json"] if out else sorted(runs.glob("*/receipt.json"), reverse=True):
-        if receipt.is_file() and json.loads(receipt.read_text()).get("launch") == launch_id():
+        before = json.loads(receipt.read_text()).get("starts", []) if receipt.is_file() else []
+        if agents & {agent for agent, _ in before} and not workers & {worker for _, worker in before}:
             return receipt.parent
     return None
 

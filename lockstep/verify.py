@@ -185,7 +185,7 @@ def _worker(folder: Path) -> int:
     recorder, trace = Recorder(), Trace()
     recorder.attach()
     with distributed.session(request.train.hardware) as world:
-        trainer = Trainer(request, world, world.decide(lambda: run.settle(request)))
+        trainer = Trainer(request, world, run.settle(request, world))
         for module in trainer.model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0  # the one kind of randomness that is a rank's own

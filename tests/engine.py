@@ -17,7 +17,7 @@ from lockstep.run import settle
 def trainer(world: World, recipe: str, flags: list[str]) -> Trainer:
     found = introduce(getattr(tiny, recipe), recipe.lower(), f"{tiny.__file__}:{recipe}")
     request = parse(found, ["--device", "cpu", *flags], "test")
-    return Trainer(request, world, world.decide(lambda: settle(request)))
+    return Trainer(request, world, settle(request, world))
 
 
 def train(world: World, recipe: str, flags: list[str]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def place(*flags: str):
-    return settle(parse(tiny.Tiny, flags, "test"))
+    return settle(parse(tiny.Tiny, flags, "test"), World())
 
 
 def test_by_default_a_run_gets_a_new_folder_under_its_recipes_name() -> None:

@@ -108,7 +108,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> 
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     rest, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert "restart 1 of this run" in rest and "resumes" in rest
+    assert "started again" in rest and "resumes" in rest
     assert_same_end(tmp_path / "whole", tmp_path / "parts", steps)
 
 

@@ -33,7 +33,7 @@ def ten_steps(folder: Path) -> list[float]:
     flags = ["--model", "DiT-Nano/4", "--batch_size", "8", "--num_register_tokens", "2", "--n_steps", "10"]
     flags += ["--device", "cpu", "--log_every", "1", "--lr", "1e-3", "--no_tensorboard", "--sample_per_class", "1"]
     request = parse(find("dit"), [*flags, "--sample_steps", "2", "--out", str(folder)], "test")
-    Trainer(request, World(), settle(request)).fit()
+    Trainer(request, World(), settle(request, World())).fit()
     return losses(folder)
 
 
@@ -81,7 +81,7 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
     network = classifier(side)
     with torch.no_grad():
         images, labels = batch(Shapes("test", 1000, side), range(500))
-        assert (network(images).argmax(1) == labels).double().mean() > 0.8  # it can judge
+        assert (network(images).argmax(1) == labels).double().mean() > 0.95  # it can judge
         from lockstep.evaluate import generate
         from lockstep.use import _model, _open
 
@@ -92,7 +92,7 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
         samples = generate(opened.recipe, model, 100, {"cfg": 2.5}, World(), nullcontext(), seed=1)
         assert samples is not None
         told = network(samples[:, -1]).argmax(1) == torch.arange(100) % 10
-    assert told.double().mean() > 0.5, told.double().mean()  # chance is 0.1
+    assert told.double().mean() > 0.8, told.double().mean()  # chance is 0.1
 
 
 if __name__ == "__main__":
