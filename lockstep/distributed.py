@@ -186,7 +186,7 @@ def connect(hardware: Hardware) -> World:
     if size > 1:
         global _failures
         _failures = store
-        _watch_for_failures(store.clone())  # type: ignore[attr-defined]
+        _keep_watch(store.clone())  # type: ignore[attr-defined]
     return world
 
 
@@ -251,15 +251,23 @@ def pick_device(hardware: Hardware, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _watch_for_failures(store: dist.Store, period: float = 1.0, grace: float = 5.0) -> None:
-    """End this process when another rank has failed: the main thread may be stuck in a collective with it."""
+def _keep_watch(store: dist.Store, period: float = 1.0, grace: float = 5.0) -> None:
+    """End this process when another rank has failed: the main thread may be stuck in a collective with it.
+
+    When the agent that started us is gone, nobody would ever end or restart us: that is taken as a wish to stop.
+    """
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def watch() -> None:
+        nonlocal agent
         pause = threading.Event()
         with suppress(Exception):  # no store any more: the group is gone, and so is our task
             while not store.check([_FAILED]):
                 pause.wait(period)
+                if agent is not None and os.getppid() != agent:
+                    agent = None
+                    os.kill(os.getpid(), signal.SIGTERM)
             pause.wait(grace)
             os._exit(1)
 
-    threading.Thread(target=watch, name="lockstep-failures", daemon=True).start()
+    threading.Thread(target=watch, name="lockstep-watch", daemon=True).start()

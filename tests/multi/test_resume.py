@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -30,7 +31,7 @@ def assert_same_end(a: Path, b: Path, steps: int) -> None:
         assert (end_of(a, steps) / file).read_bytes() == (end_of(b, steps) / file).read_bytes(), file
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(process: subprocess.Popen[Any]) -> list[int]:
     return [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
@@ -140,6 +141,15 @@ def test_a_schedulers_signal_saves_and_asks_for_a_requeue(tmp_path: Path, kind: 
     assert process.returncode == 75, errors
     assert f"stopped by {kind.name}" in rest
     assert checkpoint.newest(tmp_path / "here/checkpoints", print) is not None
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_was_killed_save_and_end(tmp_path: Path) -> None:
+    process = started(["lockstep", "train", TINY, "--n_steps", "1000000", "--nproc", "2", "--out", "here"], tmp_path)
+    wait_for(process, "step 10/")
+    process.kill()
+    rest, _ = process.communicate(timeout=60)  # the ranks hold the pipe: it closes with the last of them
+    assert "stopped by SIGTERM" in rest
 
 
 def test_resume_reads_no_data_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

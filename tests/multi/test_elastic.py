@@ -1,0 +1,81 @@
+"""Nodes that come and go: `torchrun --nnodes=1:2`, two agents on this machine, each a node to the other."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine import lines, train
+
+from lockstep import checkpoint
+from lockstep.distributed import World
+from multi.test_launch import environment, free_port
+from multi.test_resume import ranks_of
+
+FLAGS = ["--size", "331", "--global_batch_size", "24", "--precision", "fp64", "--log_every", "10", "--save_every", "10"]
+STEPS = 500
+
+
+def until(said: Callable[[], bool], agent: subprocess.Popen[bytes]) -> None:
+    """Wait for something to be so, while the job goes on."""
+    deadline = time.monotonic() + 60
+    while not said():
+        assert agent.poll() is None, "the job has ended"
+        assert time.monotonic() < deadline, "it never came"
+        threading.Event().wait(0.05)
+
+
+def node(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    """An agent with two ranks that takes part in the job."""
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job"]
+    patience = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    command = ["torchrun", "--nnodes=1:2", "--nproc_per_node=2", "--max-restarts=3", *rendezvous, patience, "train.py"]
+    return subprocess.Popen(
+        [*command, *FLAGS, "--n_steps", str(STEPS)],
+        cwd=folder,
+        env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        stdout=(folder / "nodes.log").open("ab"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_node_joins_and_is_lost_and_the_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from tiny import Labelled\nfrom lockstep import train\nif __name__ == '__main__':\n    train(Labelled)\n"
+    )
+    alone = train(World(), "Labelled", [*FLAGS, "--n_steps", str(STEPS), "--out", str(tmp_path / "whole")])
+    port = free_port()
+    first = node(tmp_path, port)
+    second = None
+    log, runs = tmp_path / "nodes.log", tmp_path / "runs/labelled"
+
+    def world() -> str:
+        return "".join(json.loads(receipt.read_text())["world"][:1] for receipt in runs.glob("*/receipt.json"))
+
+    try:
+        until(lambda: "step 50/" in log.read_text(), first)
+        assert world() == "2"
+        second = node(tmp_path, port)
+        until(lambda: world() == "4" and "step " in log.read_text().partition("× 4 world")[2], first)
+        for lost in (*ranks_of(second), second.pid):  # as when a machine goes dark
+            os.kill(lost, signal.SIGKILL)
+        until(lambda: world() == "2", first)
+        assert first.wait(120) == 0, log.read_text()
+    finally:
+        for agent in (first, second):
+            if agent and agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+    (folder,) = runs.iterdir()
+    assert "resumes" in json.loads((folder / "receipt.json").read_text())
+    end = checkpoint.load(folder / "checkpoints" / f"step-{STEPS:08d}")
+    for name, tensor in alone.items():
+        assert (end.tensors["model"][name] - tensor).norm() <= 1e-9 * tensor.norm(), name
+    proven = [x["epochs_proven"] for x in lines(folder) if "epochs_proven" in x]
+    assert proven[-1] == STEPS * 24 // 331
