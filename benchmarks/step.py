@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config import parse
 from lockstep.distributed import World, pick_device
+from lockstep.flags import parse
 from lockstep.recipe import find
 from lockstep.rng import Rng
 from lockstep.run import settle

@@ -14,7 +14,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import config, distributed, launch, recipe, run, use, verify
+from . import distributed, launch, recipe, run, use, verify
+from .flags import parse
 from .trainer import Diverged, NotSaved, Outcome, OutOfLockstep, OutOfMemory, Trainer
 
 Arguments = list[str]
@@ -27,7 +28,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _dispatch(words: Arguments) -> int:
-    commands = {"recipes": _recipes, "train": _train, "sample": use.sample, "test": use.test, "verify": verify.verify}
+    commands = {
+        "recipes": _recipes,
+        "train": _train,
+        "sample": use.sample,
+        "test": use.test,
+        "predict": use.predict,
+        "data": use.data,
+        "verify": verify.verify,
+    }
     if not words or words[0] in ("-h", "--help", "help"):
         print((__doc__ or "").strip())
         return 0
@@ -52,7 +61,7 @@ def _train(words: Arguments) -> int:
 
 def train_recipe(found: type[recipe.Recipe], flags: Arguments, command: Arguments) -> int:
     """Train as `flags` say; `command` is what starts this very thing again as one of several processes."""
-    request = config.parse(found, flags, f"lockstep train {found.name}")
+    request = parse(found, flags, f"lockstep train {found.name}")
     nproc = launch.processes(request.train.hardware)
     if nproc > 1:
         return launch.start(nproc, command, request.train.hardware.max_restarts)

@@ -1,38 +1,14 @@
-"""The settings of a run. A flag is a field below; a YAML file, a preset and a recipe's defaults are lists of flags.
-
-All of them go through one parser, in this order, and the last one wins:
-
-    the recipe's defaults, --preset NAME, the run that is resumed, --config FILE, the command line
-
-so `batch_size: 64` in a file means exactly what `--batch_size 64` means. Flags that exclude each other (`n_steps` and
-`epochs`) may stand in different places, where the later one wins, but not in the same one.
-"""
+"""The settings of a run: a flag of `lockstep train` is a field below. `flags.py` reads them."""
 
 import dataclasses
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 import yaml
 
-from .recipe import Recipe, nearest
-
-ALIASES = {
-    "learning_rate": "lr",
-    "batchsize": "batch_size",
-    "workers": "num_workers",
-    "grad_accumulation_steps": "gradient_accumulation_steps",
-    "accumulation": "gradient_accumulation_steps",
-    "output_dir": "out",
-    "save_dir": "out",
-    "grad_clip": "clip_grad",
-    "ddp": "distributed",
-    "max_steps": "n_steps",
-}
-"""Other names that guides and scripts use for a flag."""
+from .recipe import Recipe
 
 RUNS = Path("runs")
 """Where runs go, each recipe's in a folder of its own."""
@@ -86,18 +62,20 @@ class Optim:
     """How lr follows the global batch: lr × (global batch / base_batch_size), its square root, or not at all."""
     base_batch_size: int = 256
     """The global batch for which lr was chosen."""
-    schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
-    """What the learning rate does after the warm-up."""
+    schedule: Literal["constant", "cosine", "linear", "step", "plateau"] = "constant"
+    """What the learning rate does after the warm-up; plateau: drops where evaluations stop improving."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly from 0."""
     warmup_epochs: float = 0.0
     """The same in epochs; the two add up."""
     min_lr: float = 0.0
-    """Where cosine and linear end, before scaling."""
+    """Where cosine and linear end, and below which plateau does not go; before scaling."""
     decay_steps: int = 10_000
     """Steps between two drops of the schedule `step`."""
     decay_factor: float = 0.1
-    """What the schedule `step` multiplies by at each drop."""
+    """What the schedules `step` and `plateau` multiply by at each drop."""
+    decay_patience: int = 5
+    """Evaluations in a row without improvement before each drop of the schedule `plateau`."""
     weight_decay: float = 0.0
     """Decay of the weights (decoupled in adamw)."""
     beta1: float = 0.9
@@ -116,7 +94,7 @@ class Optim:
     def __post_init__(self) -> None:
         for name in ("lr", "min_lr", "warmup_steps", "warmup_epochs", "weight_decay", "clip_grad"):
             _check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
-        for name in ("base_batch_size", "decay_steps", "max_bad_steps"):
+        for name in ("base_batch_size", "decay_steps", "decay_patience", "max_bad_steps"):
             _check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
         for name in ("beta1", "beta2", "momentum"):
             _check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name))
@@ -178,12 +156,12 @@ class Run:
     """A named set of flags of the recipe."""
     log_every: int = 50
     """Steps between two logged values."""
-    eval_every: int = 0
-    """Steps between two evaluations on the validation set; 0: none."""
-    save_every: int = 1000
-    """Steps between two checkpoints; 0: only at the end."""
-    sample_every: int = 0
-    """Steps between two sets of samples, for recipes that generate; 0: only at the end."""
+    eval_every: str = "0"
+    """Steps between two evaluations on the validation set, or epochs (`1ep`); 0: none but at the end."""
+    save_every: str = "1000"
+    """Steps between two checkpoints, or epochs (`1ep`); 0: only at the end."""
+    sample_every: str = "0"
+    """Steps, or epochs, between two sets of samples, for recipes that generate; 0: only at the end."""
     keep: int = 3
     """How many checkpoints to keep besides the best."""
     best_metric: str = "loss"
@@ -206,7 +184,10 @@ class Run:
     """Name of the W&B run."""
 
     def __post_init__(self) -> None:
-        for name in ("eval_every", "save_every", "sample_every", "patience", "min_delta"):
+        for name in ("eval_every", "save_every", "sample_every"):
+            valid = re.fullmatch(r"\d+|\d*\.?\d+ep", getattr(self, name))
+            _check(bool(valid), f"{name} is a number of steps, or of epochs as in 1ep", getattr(self, name))
+        for name in ("patience", "min_delta"):
             _check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
         for name in ("log_every", "keep"):
             _check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
@@ -255,176 +236,7 @@ def write_whole(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-Flag = tuple[str, list[str]]
-"""A flag's name and the words of it as typed: ("batch_size", ["--batch_size", "64"])."""
-
-
-def parse(recipe: type[Recipe], argv: Sequence[str], prog: str) -> Request:
-    """The settings that `argv` and the files it names ask for."""
-    target = _target(recipe)
-    known = _known(target)
-    defaults: Any = tyro.cli(
-        target, args=_words(_from_mapping(recipe.defaults, known, recipe.__name__)), config=(tyro.conf.OmitArgPrefixes,)
-    )
-    typed = _split(argv, known)
-    below, file = _files(recipe, typed, known)
-    layers = _settle_exclusive([*below, file, typed])
-    for winner, loser in (*EXCLUSIVE, *((b, a) for a, b in EXCLUSIVE)):
-        if any(name == winner for layer in layers for name, _ in layer):
-            _forget(defaults, loser)
-    flags = list({flag[0]: flag for layer in layers for flag in layer}.values())
-    result: Any = tyro.cli(
-        target,
-        args=_words(flags),
-        default=defaults,
-        prog=prog,
-        description=(recipe.__doc__ or "").strip(),
-        use_underscores=True,
-        config=(tyro.conf.OmitArgPrefixes,),
-        console_outputs=os.environ.get("RANK", "0") == "0",
-    )
-    train = TrainConfig(**{f.name: getattr(result, f.name) for f in dataclasses.fields(TrainConfig)})
-    request = Request(recipe, train, getattr(result, _group(recipe)), frozenset(name for name, _ in [*file, *typed]))
-    _apply_smoke(request)
-    return request
-
-
-def _group(recipe: type[Recipe]) -> str:
-    """The recipe's group of flags is named after it."""
-    name = recipe.name
-    return name if name.isidentifier() and name not in {f.name for f in dataclasses.fields(TrainConfig)} else "recipe"
-
-
-def _target(recipe: type[Recipe]) -> type:
-    """One dataclass of all flags: the recipe's own first."""
-    options = (_group(recipe), recipe.Options, field(default_factory=recipe.Options))
-    engine = [(f.name, f.type, field(default_factory=f.default_factory)) for f in dataclasses.fields(TrainConfig)]
-    return dataclasses.make_dataclass("Flags", [options, *engine])
-
-
-def _known(target: type) -> dict[str, bool]:
-    """Every flag name, and whether it is a yes-or-no one."""
-    return {f.name: f.type is bool for group in dataclasses.fields(target) for f in dataclasses.fields(group.type)}  # type: ignore[arg-type]
-
-
-def _forget(defaults: Any, name: str) -> None:
-    """Put a setting back to the engine's default, because the user gave the one that excludes it."""
-    for group in (getattr(defaults, f.name) for f in dataclasses.fields(defaults)):
-        for f in dataclasses.fields(group):
-            if f.name == name:
-                setattr(group, name, f.default)
-
-
-def _split(argv: Sequence[str], known: Mapping[str, bool]) -> list[Flag]:
-    """Command-line words, flag by flag, under their canonical names."""
-    flags: list[Flag] = []
-    for word in argv:
-        if not word.startswith("--") or word == "--":
-            flags[-1:] = [(flags[-1][0], [*flags[-1][1], word])] if flags else [("", [word])]
-            continue
-        name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        name = ALIASES.get(name, name) if name not in known else name
-        positive = name.removeprefix("no_")
-        flags.append((positive if known.get(positive) else name, [f"--{name}{equals}{value}"]))
-    return flags
-
-
-def _words(flags: Iterable[Flag]) -> list[str]:
-    return [word for _, words in flags for word in words]
-
-
-def _from_mapping(mapping: Mapping[str, Any], known: Mapping[str, bool], source: str) -> list[Flag]:
-    """A YAML file's or a preset's settings as flags."""
-    flags: list[Flag] = []
-    for key, value in mapping.items():
-        name = str(key).replace("-", "_")
-        name = ALIASES.get(name, name) if name not in known else name
-        if name not in known:
-            raise ValueError(f"{source}: there is no setting {key!r}{nearest(name, known)}")
-        if known[name]:
-            yes = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-            if str(value).lower() not in yes:
-                raise ValueError(f"{source}: {key} is true or false, not {value!r}")
-            flags.append((name, [f"--{name}" if yes[str(value).lower()] else f"--no_{name}"]))
-        elif isinstance(value, list | tuple):
-            flags.append((name, [f"--{name}", *map(str, value)]))
-        elif isinstance(value, Mapping):
-            raise ValueError(f"{source}: {key} is one value, not a group of settings")
-        else:
-            flags.append((name, [f"--{name}", "None" if value in (None, "null", "~", "") else str(value)]))
-    return flags
-
-
-def read_yaml(path: Path) -> Mapping[str, Any]:
-    """A file of settings, every value still a word: the flags' own parser gives it its type."""
-    try:
-        content = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise ValueError(f"cannot read the config {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content or {}, Mapping):
-        raise ValueError(f"{path} is a list of `flag: value` lines, not a {type(content).__name__}")
-    return content or {}
-
-
-def _files(recipe: type[Recipe], typed: list[Flag], known: Mapping[str, bool]) -> tuple[list[list[Flag]], list[Flag]]:
-    """What the command line names: the layers of preset and resumed run, and that of the config file."""
-    values = {name: words[0].partition("=")[2] if "=" in words[0] else " ".join(words[1:]) for name, words in typed}
-    layers = []
-    file = read_yaml(Path(values["config"])) if values.get("config") else {}
-    preset = values.get("preset") or file.get("preset")
-    if preset:
-        if preset not in recipe.presets:
-            have = ", ".join(recipe.presets) or "none"
-            raise ValueError(f"there is no preset {preset!r}{nearest(preset, recipe.presets)}; this recipe has: {have}")
-        layers.append(_from_mapping(recipe.presets[preset], known, f"preset {preset}"))
-    where = {**file, **values}
-    resumed = _resumed_config(where.get("resume"), where.get("out"), RUNS / recipe.name)
-    if resumed:
-        layers.append(_from_mapping(read_yaml(resumed), known, str(resumed)))
-    return layers, _from_mapping(file, known, values.get("config", ""))
-
-
 def newest_run(runs: Path) -> Path | None:
     """The run under `runs` that was last worked on, of those with a checkpoint."""
     found = [p.parent for p in runs.glob("*/checkpoints") if any(p.glob("step-*"))]
     return max(found, key=lambda p: p.stat().st_mtime) if found else None
-
-
-def _resumed_config(resume: str | None, out: str | None, runs: Path) -> Path | None:
-    """The config.yaml of the run that `--resume` means."""
-    if not resume:
-        return None
-    start = (Path(out) if out else newest_run(runs)) if resume in ("auto", "latest") else Path(resume)
-    for folder in (start, *list(start.parents)[:2]) if start else ():
-        if (folder / "config.yaml").is_file() and (folder / "receipt.json").is_file():
-            return folder / "config.yaml"
-    return None
-
-
-def _settle_exclusive(layers: list[list[Flag]]) -> list[list[Flag]]:
-    """Of two flags that exclude each other the later layer's stays; in one layer they are an error."""
-    for pair in EXCLUSIVE:
-        decided = False
-        for i in range(len(layers) - 1, -1, -1):
-            present = {name for name, _ in layers[i]} & set(pair)
-            if decided:
-                layers[i] = [flag for flag in layers[i] if flag[0] not in pair]
-            elif len(present) == 2:
-                raise ValueError(f"give --{pair[0]} or --{pair[1]}, not both")
-            decided = decided or bool(present)
-    return layers
-
-
-def _apply_smoke(request: Request) -> None:
-    """LOCKSTEP_SMOKE=N: any command, but only N steps of micro-batches of 2."""
-    value = os.environ.get("LOCKSTEP_SMOKE")
-    if not value:
-        return
-    if not value.isdigit() or int(value) < 1:
-        raise ValueError(f"LOCKSTEP_SMOKE is a number of steps, at least 1, not {value!r}")
-    request.smoke = int(value)
-    request.train.data.batch_size = min(2, request.train.data.batch_size)
-    request.train.data.global_batch_size = None

@@ -4,17 +4,16 @@ Rank r takes its contiguous share of the set, no sample twice and none left out,
 world: sums are integers or float64, added up once at the end.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from .distributed import World
 from .loader import fetch_items, to_device
-from .recipe import Recipe
+from .recipe import Recipe, Sums
 from .rng import Rng
 
 EVALUATION_EPOCH = -1
@@ -38,6 +37,23 @@ def counted(dataset: Any) -> int:
 
 
 @torch.no_grad()
+def total(
+    count: int, batch_size: int, part: Callable[[range, Rng], Sums], world: World, seed: int
+) -> dict[str, Tensor]:
+    """The sums of `part(numbers, rng)` over 0 … count-1, made by all ranks together; the same on each of them."""
+    sums: dict[str, Tensor] = {}
+    numbers = share(count, world)
+    for start in range(numbers.start, numbers.stop, batch_size):
+        chosen = range(start, min(start + batch_size, numbers.stop))
+        for name, value in part(chosen, keyed(chosen, world.device, seed)).items():
+            exact = torch.as_tensor(value, device=world.device)
+            exact = exact.to(torch.float64 if exact.is_floating_point() else torch.int64)
+            sums[name] = sums[name] + exact if name in sums else exact
+    gathered = world.gather({name: value.cpu() for name, value in sums.items()})
+    added: dict[str, Tensor] = world.broadcast(_add_up(gathered) if world.is_main else None)
+    return added
+
+
 def evaluate(
     recipe: Recipe,
     model: nn.Module,
@@ -47,36 +63,54 @@ def evaluate(
     autocast: AbstractContextManager[Any],
     seed: int,
     limit: int | None = None,
-) -> dict[str, float]:
-    """The recipe's metrics over the whole set (or its first `limit` samples); equal on every rank."""
-    sums: dict[str, Tensor] = {}
+    of_batch: Callable[[nn.Module, Any, Rng], Sums] | None = None,
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The recipe's metrics over the whole set (or its first `limit` samples), and their sums; equal on every rank."""
+    of_batch = of_batch or recipe.evaluate_batch
+
+    def part(numbers: range, rng: Rng) -> Sums:
+        items = recipe.collate(fetch_items(dataset, list(numbers)))
+        with autocast:
+            return of_batch(model, to_device(items, world.device, torch.get_default_dtype()), rng)
+
+    with in_use(model):
+        sums = total(min(counted(dataset), limit or counted(dataset)), batch_size, part, world, seed)
+    return recipe.metrics(sums), sums
+
+
+@torch.no_grad()
+def predict(
+    recipe: Recipe,
+    model: nn.Module,
+    dataset: Any,
+    world: World,
+    batch_size: int,
+    autocast: AbstractContextManager[Any],
+) -> list[Any]:
+    """What the recipe predicts for each item, in order; on rank 0, an empty list elsewhere."""
+    made: list[Any] = []
+    numbers = share(counted(dataset), world)
+    with in_use(model):
+        for start in range(numbers.start, numbers.stop, batch_size):
+            chosen = list(range(start, min(start + batch_size, numbers.stop)))
+            batch = to_device(recipe.collate(fetch_items(dataset, chosen)), world.device, torch.get_default_dtype())
+            with autocast:
+                made += [to_device(entry, torch.device("cpu")) for entry in recipe.predict_batch(model, batch)]
+    return [entry for part in world.gather(made) for entry in part]
+
+
+@contextmanager
+def in_use(model: nn.Module) -> Iterator[None]:
+    """Within it the model is not training."""
     was_training = model.training
     model.eval()
-    count = min(counted(dataset), limit or counted(dataset))
-    for batch, rng in _batches(dataset, share(count, world), batch_size, world.device, seed):
-        with autocast:
-            parts = recipe.evaluate_batch(model, batch, rng)
-        for name, part in parts.items():
-            exact = torch.as_tensor(part, device=world.device)
-            exact = exact.to(torch.float64 if exact.is_floating_point() else torch.int64)
-            sums[name] = sums[name] + exact if name in sums else exact
+    yield
     model.train(was_training)
-    gathered = world.gather({name: value.cpu() for name, value in sums.items()})
-    return world.broadcast(recipe.metrics(_add_up(gathered)) if world.is_main else None)
 
 
 def _add_up(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: torch.stack([part[name] for part in parts if name in part]).sum(0) for name in names}
-
-
-def _batches(
-    dataset: Any, numbers: range, batch_size: int, device: torch.device, seed: int
-) -> Iterator[tuple[Any, Rng]]:
-    for start in range(numbers.start, numbers.stop, batch_size):
-        chosen = range(start, min(start + batch_size, numbers.stop))
-        batch = default_collate(fetch_items(dataset, list(chosen)))
-        yield to_device(batch, device, torch.get_default_dtype()), keyed(chosen, device, seed)
 
 
 def keyed(numbers: range, device: torch.device, seed: int) -> Rng:
@@ -94,16 +128,15 @@ def generate(
     world: World,
     autocast: AbstractContextManager[Any],
     seed: int,
+    batch_size: int = 64,
 ) -> Tensor | None:
     """Samples 0 … count-1, made by all ranks together; on rank 0 all of them in order, elsewhere None."""
-    was_training = model.training
-    model.eval()
     numbers = share(count, world)
-    made = None
-    if len(numbers):
-        index = torch.tensor(list(numbers), dtype=torch.int64, device=world.device)
-        with autocast:
-            made = recipe.sample(model, index, keyed(numbers, world.device, seed), **settings).float().cpu()
-    model.train(was_training)
-    parts = [part for part in world.gather(made) if part is not None]
+    made: list[Tensor] = []
+    with autocast, in_use(model):
+        for start in range(numbers.start, numbers.stop, batch_size):
+            chosen = range(start, min(start + batch_size, numbers.stop))
+            index = torch.tensor(list(chosen), dtype=torch.int64, device=world.device)
+            made.append(recipe.sample(model, index, keyed(chosen, world.device, seed), **settings).float().cpu())
+    parts = [tensor for part in world.gather(made) for tensor in part]
     return torch.cat(parts) if parts else None

@@ -1,6 +1,7 @@
 """Everything that one run holds: built, described, captured in a checkpoint and restored from one."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from . import checkpoint, evaluate, loader, optim, parallel, precision
 from .config import Request
 from .distributed import World
 from .ema import Ema
+from .loader import MicroBatch
 from .recipe import Objective, Recipe
+from .rng import Rng
 from .run import Place, Receipt, devices, without_effect
 from .stream import Sizes, Slice, Stream
 from .watch import Watch
@@ -35,9 +38,14 @@ class Job:
             raise ValueError("the recipe has no training set")
         bound = start.state["global_batch"] if start else place.global_batch
         self.sizes = Sizes.of(request, evaluate.counted(self.data), world.size, bound)
+        intervals = {kind: getattr(self.config.run, f"{kind}_every") for kind in ("eval", "save", "sample")}
+        self.every = {kind: self.sizes.every(interval) for kind, interval in intervals.items()}
 
         torch.manual_seed(seed)
-        self.model = self.recipe.model().to(world.device, self.precision.dtype)
+        self.model = self.recipe.model()
+        if not place.start and (remark := self.recipe.begin(self.model)):
+            place.remarks.append(remark)
+        self.model.to(world.device, self.precision.dtype)
         self.shares_batch_norm = self._share_batch_norm()
         torch.manual_seed(seed * 1_000_003 + world.rank + 1)  # for dropout alone: all else is keyed
         self.compiled = {"auto": world.device.type == "cuda", "on": True, "off": False}[self.config.hardware.compile]
@@ -51,7 +59,7 @@ class Job:
         self.new_best = False
         if start:
             self.restore(start)
-        self.stream = Stream(self.sizes.dataset, self.sizes.global_batch, seed)
+        self.stream = Stream(self.sizes.dataset, self.sizes.global_batch, seed, self.recipe.costs(self.data))
         self.prepare()
 
     def _share_batch_norm(self) -> bool:
@@ -76,6 +84,8 @@ class Job:
         optimizer = self.recipe.optimizer(self.model) or optim.build(settings, self.model.parameters())
         ratio = optim.scaled_lr(settings, self.sizes.global_batch) / settings.lr if settings.lr else 1.0
         schedule = optim.Schedule(settings, self.sizes)
+        if settings.schedule == "plateau" and (self.validation is None or not self.every["eval"]):
+            raise ValueError("--schedule plateau follows the evaluations: it needs --eval_every and a validation set")
         scaler = self.precision.scaler
         return optim.Update(optimizer, schedule, self.sizes, ratio, settings.clip_grad, scaler, self.world)
 
@@ -92,6 +102,20 @@ class Job:
             self.recipe, self.data, self.stream, self.world, self.sizes, self.step, workers, dtype
         )
 
+    def weighed(self, micros: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], dict[str, Tensor] | None]:
+        """The micro-batches of a step, and for a loss of several terms what each is a mean over, by sample."""
+        if type(self.recipe).weigh is Recipe.weigh:
+            return micros, None
+        micros, sums = list(micros), dict[str, Tensor]()
+        for micro in micros:
+            if len(micro.indices):
+                rng = Rng.of(self.config.data.seed, micro.epochs, micro.indices)
+                for name, count in (self.recipe.weigh(micro.batch, rng) or {}).items():
+                    sums[name] = sums.get(name, 0) + count.detach().double()
+        # A term without an element anywhere has a total of 0, whatever it is divided by.
+        whole = self.world.sum(torch.stack(list(sums.values()))).clamp(min=1) / self.sizes.global_batch
+        return micros, dict(zip(sums, whole.to(self.precision.dtype), strict=True))
+
     def _rehearse(self) -> None:
         """Two passes of two samples, forward and back, that change nothing, for the replica to learn from."""
         piece = self.stream.batch(self.step, self.world.rank, self.world.size)
@@ -100,12 +124,13 @@ class Job:
         if micro.error:
             raise ValueError(micro.error)
         micro = loader.to_device(micro, self.world.device, self.precision.dtype)
+        _, per_sample = self.weighed([micro])
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.train()
         with torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else []):
             for _ in range(2):
                 with self.precision.autocast:
-                    total, *_ = self.replica.rehearsal(micro.batch, micro.epochs, micro.indices)
+                    total, *_ = self.replica.rehearsal(micro.batch, micro.epochs, micro.indices, per_sample)
                 (total * 0).backward()
         for name, buffer in self.model.named_buffers():
             buffer.copy_(buffers[name])
@@ -136,7 +161,7 @@ class Job:
         if self.place.start:
             rows.append(("resumes", f"{self.place.start} at step {self.step}"))
         has_val, generates = self.validation is not None, bool(self.recipe.galleries())
-        remarks = without_effect(self.request, self.world, sizes, has_val, generates)
+        remarks = without_effect(self.request, self.world, sizes, has_val and self.every["eval"] > 0, generates)
         if sizes.micro_batch * sizes.accumulation * sizes.world != sizes.global_batch:
             remarks.append("the global batch does not divide evenly: some micro-batches are smaller by one")
         if parallel.has_batch_norm(self.model):
@@ -170,6 +195,7 @@ class Job:
             "best": self.best,
             "bad_evaluations": self.bad_evaluations,
             "bad_steps": bad_steps,
+            "drops": self.update.schedule.drops,
             "scaler": self.precision.scaler.state() if self.precision.scaler else None,
             "ledger": self.watch.ledger.state(),
         }
@@ -194,6 +220,7 @@ class Job:
         self.started = self.step
         self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]
         self.update.bad_steps.fill_(state["bad_steps"])
+        self.update.schedule.drops = state["drops"]
         self.watch.ledger.restore(state["ledger"])
         if self.precision.scaler and state["scaler"]:
             self.precision.scaler.restore(state["scaler"])

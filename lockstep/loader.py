@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from .distributed import World
 from .recipe import Recipe
@@ -33,23 +33,23 @@ class Fetch:
     """Runs in the loader's processes: samples in, a collated micro-batch out."""
 
     def __init__(self, recipe: Recipe, dataset: Any, seed: int):
-        self.dataset, self.seed = dataset, seed
+        self.dataset, self.seed, self.collate = dataset, seed, recipe.collate
         self.augment = recipe.augment if type(recipe).augment is not Recipe.augment else None
 
     def __getitems__(self, piece: tuple[Slice, bool]) -> MicroBatch:
         samples, last = piece
         epoch, index = torch.from_numpy(samples.epoch), torch.from_numpy(samples.index)
         try:
-            return MicroBatch(self._collate(epoch, index), epoch, index, samples, last)
+            return MicroBatch(self._gather(epoch, index), epoch, index, samples, last)
         except ValueError as error:
             return MicroBatch(None, epoch, index, samples, last, str(error))
 
-    def _collate(self, epoch: Tensor, index: Tensor) -> Any:
+    def _gather(self, epoch: Tensor, index: Tensor) -> Any:
         items = fetch_items(self.dataset, index.tolist())
         if self.augment is not None:
             rngs = (Rng.of(self.seed, epoch[i : i + 1], index[i : i + 1]) for i in range(len(index)))
             items = [self.augment(item, rng) for item, rng in zip(items, rngs, strict=True)]
-        return default_collate(items) if items else None
+        return self.collate(items) if items else None
 
 
 def fetch_items(dataset: Any, indices: list[int]) -> list[Any]:

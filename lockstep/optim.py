@@ -32,14 +32,18 @@ def scaled_lr(optim: Optim, global_batch: int) -> float:
 
 
 class Schedule:
-    """The learning rate of a step, as a factor of the full one. It follows from the step alone: no state to save."""
+    """The learning rate of a step, as a factor of the full one. It follows from the step, and from `drops` alone."""
 
     def __init__(self, optim: Optim, sizes: Sizes):
         self.kind = optim.schedule
         self.warmup = optim.warmup_steps + round(optim.warmup_epochs * sizes.steps_per_epoch)
         self.length = max(1, sizes.n_steps - self.warmup)
         self.floor = optim.min_lr / optim.lr if optim.lr else 0.0
-        self.decay_steps, self.decay_factor = optim.decay_steps, optim.decay_factor
+        self.decay_steps, self.decay_factor, self.decay_patience = (
+            optim.decay_steps, optim.decay_factor, optim.decay_patience,
+        )  # fmt: skip
+        self.drops = 0
+        """Of a plateau: how often evaluations without improvement have lowered the rate."""
 
     def __call__(self, step: int) -> float:
         """`step` counts from 0."""
@@ -52,7 +56,12 @@ class Schedule:
             return self.floor + (1 - self.floor) * (1 - done)
         if self.kind == "step":
             return self.decay_factor ** ((step - self.warmup) // self.decay_steps)
-        return 1.0
+        return max(self.floor, self.decay_factor**self.drops) if self.kind == "plateau" else 1.0
+
+    def evaluated(self, bad_evaluations: int) -> None:
+        """Take note of how many evaluations in a row have brought nothing."""
+        if self.kind == "plateau" and bad_evaluations and bad_evaluations % self.decay_patience == 0:
+            self.drops += 1
 
 
 class Update:
@@ -82,6 +91,8 @@ class Update:
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=world.device)
         self._skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         self._weight: Tensor | None = None
+        self.per_sample: float | None = None
+        """What a sample weighs, where that is a Python number: the same in every micro-batch and on every rank."""
 
     def loss(self, total: Tensor, weight: float | Tensor, samples: int) -> Tensor:
         """What to call backward on: this micro-batch's part of the mean over the global batch."""
@@ -89,7 +100,14 @@ class Update:
         if isinstance(weight, Tensor):
             self._weight = weight.detach() if self._weight is None else self._weight + weight.detach()
         else:
-            factor *= samples / weight
+            if self.per_sample is None:
+                self.per_sample = weight / samples
+            if not math.isclose(weight, self.per_sample * samples, rel_tol=1e-9):
+                raise ValueError(
+                    f"a loss's weight that is a Python number is the same for every sample; {weight:g} for {samples} "
+                    f"samples is not {self.per_sample:g} for each: make it a tensor"
+                )
+            factor /= self.per_sample
         if self.scaler is not None:
             factor = factor * self.scaler.scale
         return total * factor

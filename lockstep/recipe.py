@@ -12,11 +12,14 @@ A recipe is all the science of a model family in one class. Three methods are re
 The rest has defaults. What the engine does with them, in order:
 
     model(), dataset("train"), optimizer()                  once
-    every step:         augment(item) in the loader; loss() forward and backward; the update
+    begin(model)                                            once, in a run that does not resume another
+    every step:         augment(item), collate(items) in the loader; loss() forward and backward; the update
     every eval_every:   evaluate_batch() on each batch of dataset("val"), summed over all ranks; metrics() of the sums
     every sample_every: sample() on each rank's share; save_samples() on rank 0
-    lockstep test:      evaluate_batch(), metrics() on dataset("test")
-    lockstep predict:   predict_batch() on each batch, in the order of the input
+    every score_every:  score(), for values that need generated samples; also at the end
+    lockstep test:      test_batch(), metrics() on dataset("test"); save_test() on rank 0
+    lockstep predict:   inputs(path); predict_batch() on each batch; save_predictions() on rank 0, in order
+    lockstep data:      write_data(folder), the embedded data in the form that dataset() reads
 """
 
 import difflib
@@ -24,19 +27,24 @@ import importlib.metadata
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from .rng import Rng
 
 Split = Literal["train", "val", "test"]
 Batch = Any
 """What the data set's items collate to: tensors in dicts, tuples or lists."""
+
+Sums = dict[str, Tensor | float]
+Total = Callable[[int, int, Callable[[range, Rng], Sums]], dict[str, Tensor]]
+"""total(count, batch_size, part): `part(numbers, rng)` for all of 0 … count-1, shared out over ranks and added up."""
 
 ENTRY_POINTS = "lockstep.recipes"
 
@@ -47,12 +55,23 @@ class Loss:
     `total` is the sum over elements, `weight` how many elements there are: a Python number if it is proportional to
     the number of samples (all pixels of all images), a tensor if it depends on the data (pixels that have a label).
     `logs` are further sums over the same elements. The engine divides by the weight of the global batch.
+
+    A loss of several terms, each a mean over elements of its own (pixels with a scribble, pixels near one), is
+    `Loss.of_terms(scribble=total, near=total)`, each total already times its coefficient; `Recipe.weigh` says, by
+    the same names, how many elements there are.
     """
 
     def __init__(self, total: Tensor, weight: float | Tensor, **logs: Tensor):
         self.total = total
         self.weight = weight
         self.logs = logs
+        self.terms: dict[str, Tensor] = {}
+
+    @classmethod
+    def of_terms(cls, **terms: Tensor) -> "Loss":
+        loss = cls(torch.stack(list(terms.values())).sum(), 1.0)
+        loss.terms = terms
+        return loss
 
 
 @dataclass
@@ -73,6 +92,8 @@ class Recipe(ABC):
     """Engine settings that this recipe wants by default, by flag name."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of flags for `--preset NAME`."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other names for flags, beside those that every recipe understands; dots for nested YAML keys (`ddp.enabled`)."""
 
     def __init__(self, options: Any = None):
         self.options: Any = self.Options() if options is None else options
@@ -89,6 +110,26 @@ class Recipe(ABC):
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
         """The objective on one micro-batch. All randomness comes from `rng`."""
 
+    def weigh(self, batch: Batch, rng: Rng) -> dict[str, Tensor] | None:
+        """For a loss of several terms: how many elements this micro-batch has of each; `rng` as in `loss`.
+
+        It must follow from the batch and the randomness alone: the engine adds it up over the global batch before the
+        first forward pass.
+        """
+        return None
+
+    def begin(self, model: nn.Module) -> str | None:
+        """Load what a new run starts from (pretrained weights, say) into the model; a remark for the receipt."""
+        return None
+
+    def collate(self, items: list[Any]) -> Batch:
+        """Items to a batch; override where they differ in size."""
+        return default_collate(items)
+
+    def costs(self, dataset: Any) -> Sequence[float] | None:
+        """What each sample of the training set costs to compute, for ranks to share a global batch evenly by it."""
+        return None
+
     def augment(self, item: Any, rng: Rng) -> Any:
         """Change one training item in the loader; `rng` holds one key."""
         return item
@@ -97,18 +138,55 @@ class Recipe(ABC):
         """An optimizer of your own, or None for the one that the flags describe."""
         return None
 
-    def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> dict[str, Tensor | float]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         """What to add up over the set: sums and counts of any shape. Integers add up exactly."""
         loss = self.loss(model, batch, rng)
+        if loss.terms:
+            weights = self.weigh(batch, rng) or {}
+            totals: Sums = {f"total {name}": total for name, total in loss.terms.items()}
+            return totals | {f"weight {name}": weights[name] for name in loss.terms}
         return {"total": loss.total, "weight": loss.weight}
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """The sums over the whole set, turned into named values."""
-        return {"loss": float(sums["total"] / sums["weight"])}
+        if "total" in sums:
+            return {"loss": float(sums["total"] / sums["weight"])}
+        names = [name.removeprefix("total ") for name in sums if name.startswith("total ")]
+        terms = {name: float(sums[f"total {name}"] / sums[f"weight {name}"].clamp(min=1)) for name in names}
+        return {"loss": sum(terms.values()), **terms}
 
-    def predict_batch(self, model: nn.Module, batch: Batch) -> Any:
-        """Tensors with one row for each sample."""
-        raise ValueError(f"the recipe {type(self).__name__} has no predict_batch")
+    def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
+        """What `lockstep test` adds up, where that takes more care than an evaluation on the way."""
+        return self.evaluate_batch(model, batch, rng)
+
+    def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
+        """Write what a person would look at after a test: tables, plots; the files written."""
+        return []
+
+    def inputs(self, path: Path) -> Any:
+        """A map-style data set of what a user wants predicted: a file or a folder, in sorted order."""
+        raise ValueError(f"the recipe {type(self).__name__} predicts nothing")
+
+    def predict_batch(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """One entry for each sample of the batch: tensors, numbers, or a dict of them."""
+        raise ValueError(f"the recipe {type(self).__name__} predicts nothing")
+
+    def save_predictions(self, predictions: list[Any], dataset: Any, folder: Path) -> list[Path]:
+        """Write the predictions for `inputs`, in their order; the files written, the best one first."""
+        raise ValueError(f"the recipe {type(self).__name__} predicts nothing")
+
+    @property
+    def score_every(self) -> int:
+        """Steps between two calls of `score`; 0: never, not even at the end."""
+        return 0
+
+    def score(self, model: nn.Module, total: Total, folder: Path) -> tuple[dict[str, float], str | None]:
+        """Values that need generated samples, and a remark (what is missing, say). `folder` is for what is cached."""
+        return {}, None
+
+    def write_data(self, folder: Path) -> str:
+        """Write the embedded data as files that `dataset` reads; a line that says what is there now."""
+        raise ValueError(f"the recipe {type(self).__name__} has no data to write")
 
     def galleries(self) -> dict[str, dict[str, Any]]:
         """Pictures to make while training: name -> the keyword arguments of `sample`, and `n`, how many samples."""
@@ -143,9 +221,17 @@ class Objective(nn.Module):
         self.recipe = recipe
         self.seed = seed
 
-    def forward(self, batch: Batch, epoch: Tensor, index: Tensor) -> tuple[Tensor, float | Tensor, dict[str, Tensor]]:
+    def forward(
+        self, batch: Batch, epoch: Tensor, index: Tensor, per_sample: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, float | Tensor, dict[str, Tensor]]:
+        """`per_sample`: of each term of a loss of several, the elements in the global batch by its samples."""
         loss = self.recipe.loss(self.model, batch, Rng.of(self.seed, epoch, index))
-        return loss.total, loss.weight, loss.logs
+        if not loss.terms:
+            return loss.total, loss.weight, loss.logs
+        if per_sample is None or per_sample.keys() != loss.terms.keys():
+            raise ValueError(f"the loss has the terms {', '.join(loss.terms)}: weigh() has to name the same")
+        terms = {name: total / per_sample[name] for name, total in loss.terms.items()}
+        return torch.stack(list(terms.values())).sum(), len(index), terms
 
 
 def installed() -> dict[str, importlib.metadata.EntryPoint]:

@@ -159,7 +159,7 @@ def devices(world: World) -> str:
     return f"{world.size} CPU process{'es' if world.size > 1 else ''}, {torch.get_num_threads()} thread(s) each"
 
 
-def without_effect(request: Request, world: World, sizes: Sizes, has_val: bool, generates: bool) -> list[str]:
+def without_effect(request: Request, world: World, sizes: Sizes, evaluates: bool, generates: bool) -> list[str]:
     """What the user gave that does nothing in this run, and what holds instead."""
     given, optim, run, hardware = request.given, request.train.optim, request.train.run, request.train.hardware
     rules = [
@@ -167,13 +167,15 @@ def without_effect(request: Request, world: World, sizes: Sizes, has_val: bool, 
         ("beta1", optim.optimizer != "adamw", f"the optimizer is {optim.optimizer}"),
         ("beta2", optim.optimizer != "adamw", f"the optimizer is {optim.optimizer}"),
         ("base_batch_size", optim.lr_scaling == "none", "lr_scaling is none"),
-        ("min_lr", optim.schedule not in ("cosine", "linear"), f"the schedule is {optim.schedule}"),
+        ("min_lr", optim.schedule not in ("cosine", "linear", "plateau"), f"the schedule is {optim.schedule}"),
         ("decay_steps", optim.schedule != "step", f"the schedule is {optim.schedule}"),
-        ("decay_factor", optim.schedule != "step", f"the schedule is {optim.schedule}"),
-        ("eval_every", not has_val, "there is no validation set"),
-        ("patience", run.eval_every == 0 or not has_val, "nothing is evaluated during training"),
-        ("min_delta", run.eval_every == 0 or not has_val, "nothing is evaluated during training"),
-        ("best_metric", run.eval_every == 0 or not has_val, "nothing is evaluated during training"),
+        ("decay_factor", optim.schedule not in ("step", "plateau"), f"the schedule is {optim.schedule}"),
+        ("decay_patience", optim.schedule != "plateau", f"the schedule is {optim.schedule}"),
+        ("max_restarts", "TORCHELASTIC_RUN_ID" not in os.environ, "there is one process, and no agent to restart it"),
+        ("eval_every", not evaluates and run.eval_every != "0", "there is no validation set"),
+        ("patience", not evaluates, "nothing is evaluated during training"),
+        ("min_delta", not evaluates, "nothing is evaluated during training"),
+        ("best_metric", not evaluates, "nothing is evaluated during training"),
         ("sample_every", not generates, "this recipe generates nothing"),
         ("wandb_project", not run.use_wandb, "use_wandb is off"),
         ("wandb_name", not run.use_wandb, "use_wandb is off"),

@@ -9,6 +9,7 @@ the rare case that it lands outside the set. It takes no memory, whatever the si
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -84,10 +85,11 @@ class Slice:
 class Stream:
     """The endless sequence of sample indices, cut into global batches."""
 
-    def __init__(self, size: int, global_batch: int, seed: int):
+    def __init__(self, size: int, global_batch: int, seed: int, costs: Sequence[float] | None = None):
         self.size = size
         self.global_batch = global_batch
         self.seed = seed
+        self.costs = None if costs is None else np.asarray(costs, dtype=np.float64)
         self._orders: dict[int, Permutation] = {}
 
     def positions(self, start: int, stop: int) -> Slice:
@@ -103,8 +105,18 @@ class Stream:
         return Slice(epoch, index)
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Slice:
-        """Rank's part of global batch `step`; the parts' sizes differ by at most one."""
+        """Rank's part of global batch `step`; the parts' sizes differ by at most one.
+
+        With costs, the batch is dealt out by them, to and fro, so that no rank waits long for another; whose sample it
+        is makes no difference to the sum of all.
+        """
         start, size = step * self.global_batch, self.global_batch
+        if self.costs is not None:
+            whole = self.positions(start, start + size)
+            order = np.argsort(-self.costs[whole.index], kind="stable")
+            turn, place = np.divmod(np.arange(size), world)
+            mine = order[np.where(turn % 2 == 0, place, world - 1 - place) == rank]
+            return Slice(whole.epoch[mine], whole.index[mine])
         return self.positions(start + size * rank // world, start + size * (rank + 1) // world)
 
     def micro_batches(self, step: int, rank: int, world: int, accumulation: int) -> list[Slice]:
@@ -153,3 +165,9 @@ class Sizes:
     @property
     def steps_per_epoch(self) -> float:
         return self.dataset / self.global_batch
+
+    def every(self, interval: str) -> int:
+        """An interval of the settings in steps: `500`, or `2ep` for two epochs."""
+        if interval.endswith("ep"):
+            return max(1, round(float(interval[:-2]) * self.steps_per_epoch)) if float(interval[:-2]) else 0
+        return int(interval)

@@ -21,6 +21,8 @@ from . import checkpoint, evaluate, trackers
 from .config import Request
 from .distributed import Signals, World
 from .job import Job
+from .recipe import Sums
+from .rng import Rng
 from .run import Place
 from .watch import OutOfLockstep
 
@@ -92,12 +94,13 @@ class Trainer(Job):
         """One optimizer update from one global batch."""
         before, short, self.replica.buckets.issued = self.totals.sums.copy(), False, 0
         try:
-            for micro in self.loader.step():
+            micros, per_sample = self.weighed(self.loader.step())
+            for micro in micros:
                 if not len(micro.indices):
                     continue  # more micro-batches than samples on this rank; never the last one
                 with nullcontext() if micro.last else self.replica.no_sync():
                     with self.precision.autocast:
-                        total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices)
+                        total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices, per_sample)
                     self.update.loss(total, weight, len(micro.indices)).backward()
                 self.totals.add(total, weight, logs)
                 self.watch.ledger.used.append((self.step, micro.samples))
@@ -159,20 +162,23 @@ class Trainer(Job):
                 self.trackers.advance(self.step)
                 if at_end or self.step % run.log_every == 0:
                     self._log()
-                if at_end or self._due(run.eval_every):
+                if at_end or self._due("eval"):
                     self._evaluate()
                 if run.patience and self.bad_evaluations >= run.patience:
                     stopped_by = "patience"
                 elif self.wish and not at_end:
                     stopped_by = signal.Signals(self.wish).name
-                elif not at_end and (self.new_best or self._due(run.save_every)):
+                elif not at_end and (self.new_best or self._due("save")):
                     self._save()
-                if not at_end and stopped_by is None and self._due(run.sample_every):
-                    self._sample()
+                if not at_end and stopped_by is None:
+                    if self._due("sample"):
+                        self._sample()
+                    if self.recipe.score_every and self.step % self.recipe.score_every == 0:
+                        self._score()
             return self._close(stopped_by)
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+    def _due(self, kind: str) -> bool:
+        return self.every[kind] > 0 and self.step % self.every[kind] == 0
 
     def _open(self) -> None:
         """Say what is about to happen, before it does."""
@@ -214,7 +220,8 @@ class Trainer(Job):
         values = self.totals.means(self.world)
         now, steps = time.perf_counter(), self.step - self._logged
         bad_in_row, lr = int(self.update.bad_in_row), self.update.optimizer.param_groups[0]["lr"]
-        self.watch.check(self.step, lr=lr, scale=self.precision.scaler and self.precision.scaler.scale.item())
+        scale = self.precision.scaler and self.precision.scaler.scale.item()
+        self.watch.check(self.step, lr=lr, scale=scale, weight_of_a_sample=f"{self.update.per_sample or 0:.9g}")
         values |= {
             "lr": lr,
             "grad_norm": float(self.update.norm),
@@ -254,12 +261,12 @@ class Trainer(Job):
         size, run = 2 * self.sizes.micro_batch, self.config.run
         limit = 2 * size * self.world.size if self.request.smoke else None
         with self._aside(), self.averaged():
-            values = evaluate.evaluate(
+            values, _ = evaluate.evaluate(
                 self.recipe, self.model, self.validation, self.world, size, self.precision.autocast,
                 self.config.data.seed, limit,
             )  # fmt: skip
         self.trackers.log(self.step, {f"val/{name}": value for name, value in values.items()})
-        if run.best_metric not in values and not run.eval_every:
+        if run.best_metric not in values and not self.every["eval"]:
             return
         if run.best_metric not in values:
             raise ValueError(f"best_metric is one of {', '.join(values)}, not {run.best_metric}")
@@ -268,6 +275,20 @@ class Trainer(Job):
             self.best, self.bad_evaluations, self.new_best = value, 0, True
         else:
             self.bad_evaluations += 1
+        self.update.schedule.evaluated(self.bad_evaluations)
+
+    def _score(self) -> None:
+        """Values that need generated samples, from the averaged weights, made by all ranks."""
+        seed = self.config.data.seed
+
+        def total(count: int, batch_size: int, part: Callable[[range, Rng], Sums]) -> dict[str, Tensor]:
+            return evaluate.total(count, batch_size, part, self.world, seed)
+
+        with self._aside(), self.averaged(), evaluate.in_use(self.model), self.precision.autocast, torch.no_grad():
+            values, remark = self.recipe.score(self.model, total, self.place.folder)
+        self.trackers.log(self.step, values)
+        if remark:
+            self.say(remark)
 
     def _sample(self) -> None:
         """The recipe's galleries, from the plain and from the averaged weights, made by all ranks."""
@@ -325,6 +346,8 @@ class Trainer(Job):
             self._export()
         if done:
             self._sample()
+        if done and self.recipe.score_every:
+            self._score()
         del self.replica, self.loader
         return Outcome(self.step, self.place.folder, stopped_by, self.made)
 

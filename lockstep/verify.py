@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from . import checkpoint, config, distributed, launch, recipe, rng, run
+from . import checkpoint, distributed, launch, recipe, rng, run
+from .flags import parse
 from .trainer import Trainer
 
 RANK_OF = "--rank_of"
@@ -75,7 +76,7 @@ def verify(words: list[str]) -> int:
         Verify, args=words[1:], prog="lockstep verify RECIPE", use_underscores=True, return_unknown_args=True
     )
     flags = [*(["--preset", "laptop"] if "laptop" in found.presets and "--preset" not in flags else []), *flags]
-    request = config.parse(found, flags, f"lockstep verify {found.name}")
+    request = parse(found, flags, f"lockstep verify {found.name}")
     data = request.train.data
     batch = data.global_batch_size or data.batch_size * max(1, data.gradient_accumulation_steps)
     worlds = [int(w) for w in options.worlds.split(",")]
@@ -181,7 +182,7 @@ def _worker(folder: Path) -> int:
     forced = {"precision": task["precision"], "device": task["device"], "global_batch_size": task["global_batch"]}
     forced |= {"batch_size": task["micro"], "n_steps": task["steps"], "num_workers": 0, "compile": "off"}
     flags = [*task["flags"], *(word for k, v in forced.items() for word in (f"--{k}", str(v)))]
-    request = config.parse(recipe.find(task["spec"]), [*flags, "--out", str(folder / "run")], "lockstep verify")
+    request = parse(recipe.find(task["spec"]), [*flags, "--out", str(folder / "run")], "lockstep verify")
     recorder, trace = Recorder(), Trace()
     recorder.attach()
     with distributed.session(request.train.hardware) as world:

@@ -8,8 +8,8 @@ import tiny
 from torch import Tensor
 
 from lockstep import Trainer
-from lockstep.config import parse
 from lockstep.distributed import World
+from lockstep.flags import parse
 from lockstep.recipe import introduce
 from lockstep.run import settle
 

@@ -6,7 +6,8 @@ import pytest
 import tiny
 import yaml
 
-from lockstep.config import Request, parse
+from lockstep.config import Request
+from lockstep.flags import ALIASES, parse
 from lockstep.stream import Sizes
 
 
@@ -180,7 +181,7 @@ def test_every_flag_is_documented_and_unique() -> None:
                 names.append(field.target.id)  # type: ignore[union-attr]
                 assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant), names[-1]
     assert len(names) == len(set(names)) > 40
-    assert set(config.ALIASES.values()) <= set(names) and not set(config.ALIASES) & set(names)
+    assert set(ALIASES.values()) <= set(names) and not set(ALIASES) & set(names)
 
 
 def test_presets_and_defaults_of_all_recipes_parse() -> None:

@@ -1,13 +1,16 @@
 """The engine in one process: what does not need ranks."""
 
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from engine import lines, train, trainer
 
+from lockstep import checkpoint
 from lockstep.distributed import World
 from lockstep.trainer import NotSaved
 
@@ -126,6 +129,71 @@ def test_patience_stops_the_run_and_the_best_checkpoint_stays(tmp_path: Path) ->
     assert (outcome.stopped_by, outcome.step) == ("patience", 15)
     assert (out / "checkpoints" / "best").resolve().name == "step-00000005"
     assert (out / "model.safetensors").exists()
+
+
+def test_a_plateau_lowers_the_rate_and_is_remembered(tmp_path: Path) -> None:
+    flags = ["--schedule", "plateau", "--decay_patience", "2", "--decay_factor", "0.5", "--min_delta", "1e9"]
+    flags += ["--lr", "0.008", "--eval_every", "1", "--save_every", "5", "--log_every", "1", "--out", str(tmp_path)]
+    trainer(World(), "Plain", [*flags, "--n_steps", "7"]).fit()
+    rates = [line["lr"] for line in lines(tmp_path) if "lr" in line]
+    # The first evaluation is the best, the others bring nothing; a drop counts from the next step.
+    assert rates == pytest.approx([0.008, 0.008, 0.008, 0.004, 0.004, 0.002, 0.002])
+    assert trainer(World(), "Plain", ["--resume", str(tmp_path), "--n_steps", "9"]).update.schedule.drops == 3
+
+
+def test_a_plateau_without_evaluations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs --eval_every"):
+        trainer(World(), "Plain", ["--schedule", "plateau", "--out", str(tmp_path)])
+
+
+def test_a_weight_that_is_no_count_of_samples_is_refused(tmp_path: Path) -> None:
+    run = trainer(World(), "Plain", ["--out", str(tmp_path)])
+    total = torch.ones((), requires_grad=True)
+    run.update.loss(total, 24, 8)
+    run.update.loss(total, 9, 3)
+    with pytest.raises(ValueError, match="make it a tensor"):
+        run.update.loss(total, 20, 8)
+
+
+def test_a_folder_deleted_while_running_is_made_again(tmp_path: Path) -> None:
+    """What was in it is gone, but the run goes on, saves into it and ends well."""
+    out = tmp_path / "run"
+    run = trainer(World(), "Tiny", ["--n_steps", "30", "--save_every", "5", "--log_every", "2", "--out", str(out)])
+    step = run.train_step
+
+    def deleted_at_12() -> None:
+        step()
+        if run.step == 12:
+            shutil.rmtree(out)
+
+    run.train_step = deleted_at_12  # type: ignore[method-assign]
+    outcome = run.fit()
+    assert outcome.step == 30 and (out / "model.pth").exists()
+    assert checkpoint.newest(out / "checkpoints", print).step == 30  # type: ignore[union-attr]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_only_what_was_due_then(tmp_path: Path, monkeypatch) -> None:
+    out = tmp_path / "run"
+    run = trainer(World(), "Tiny", ["--n_steps", "20", "--save_every", "5", "--log_every", "1", "--out", str(out)])
+    write = checkpoint._fill
+
+    def full(folder: Path, *rest: Any) -> None:
+        if run.step in range(9, 13):
+            raise OSError(28, "No space left on device")
+        write(folder, *rest)
+
+    monkeypatch.setattr(checkpoint, "_fill", full)
+    step = run.train_step
+
+    def after_the_write() -> None:
+        step()
+        run.checkpoints.wait()
+
+    run.train_step = after_the_write  # type: ignore[method-assign]
+    run.fit()
+    kept = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000005", "step-00000015", "step-00000020"]
+    assert "saving step 10" in (out / "log.txt").read_text()
 
 
 def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:

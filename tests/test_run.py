@@ -8,8 +8,8 @@ import pytest
 import tiny
 from engine import train, trainer
 
-from lockstep.config import parse
 from lockstep.distributed import World
+from lockstep.flags import parse
 from lockstep.run import settle
 
 

@@ -106,3 +106,26 @@ class WithBatchNorm(Plain):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Terms(Tiny):
+    """Two terms, each a mean over elements of its own."""
+
+    name = "terms"
+
+    def weigh(self, batch: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+        return {"known": batch["known"].sum(), "drawn": rng.bernoulli("drawn", 0.3, 4).sum()}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], rng: Rng) -> Loss:
+        error = (model(batch["x"]) - batch["y"]).square()
+        drawn = rng.bernoulli("drawn", 0.3, 4)
+        return Loss.of_terms(known=(error * batch["known"]).sum(), drawn=0.5 * (error.sqrt() * drawn).sum())
+
+
+class Uneven(Labelled):
+    """Samples that cost more than others, shared out by that."""
+
+    name = "uneven"
+
+    def costs(self, dataset: Points) -> list[float]:
+        return [float(i * 7919 % 31) for i in range(len(dataset))]

@@ -49,7 +49,7 @@ def measured(world: World, counts: list[int], batch_size: int) -> list[dict[str,
 
     recipe = Numbers()
     sets = [[{"x": torch.tensor(i)} for i in range(count)] for count in counts]
-    return [evaluate(recipe, recipe.model(), s, world, batch_size, nullcontext(), seed=3) for s in sets]
+    return [evaluate(recipe, recipe.model(), s, world, batch_size, nullcontext(), seed=3)[0] for s in sets]
 
 
 def test_metrics_do_not_depend_on_the_world(ranks) -> None:

@@ -18,7 +18,7 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(((a[n].double() - b[n].double()).norm() / a[n].double().norm().clamp(min=1e-30)).item() for n in a)
 
 
-@pytest.mark.parametrize("recipe", ["Tiny", "Labelled", "WithBatchNorm"])
+@pytest.mark.parametrize("recipe", ["Tiny", "Labelled", "WithBatchNorm", "Terms", "Uneven"])
 def test_weights_and_losses_do_not_depend_on_the_world(ranks, tmp_path: Path, recipe: str) -> None:
     flags = [*STEPS, "--batch_size", "64", "--ema_decay", "0.99"]
     alone = train(World(), recipe, [*flags, "--out", str(tmp_path / "1")])
@@ -35,11 +35,13 @@ def test_weights_and_losses_do_not_depend_on_the_world(ranks, tmp_path: Path, re
         )
 
 
-@pytest.mark.parametrize(("world", "micro"), [(1, 5), (2, 7), (3, 4)])
-def test_accumulation_instead_of_ranks_gives_the_same(ranks, tmp_path: Path, world: int, micro: int) -> None:
-    alone = train(World(), "Labelled", [*STEPS, "--batch_size", "64", "--out", str(tmp_path / "a")])
+@pytest.mark.parametrize(("world", "micro", "recipe"), [(1, 5, "Labelled"), (2, 7, "Terms"), (3, 4, "Uneven")])
+def test_accumulation_instead_of_ranks_gives_the_same(
+    ranks, tmp_path: Path, world: int, micro: int, recipe: str
+) -> None:
+    alone = train(World(), recipe, [*STEPS, "--batch_size", "64", "--out", str(tmp_path / "a")])
     flags = [*STEPS, "--batch_size", str(micro), "--out", str(tmp_path / "b")]
-    other = train(World(), "Labelled", flags) if world == 1 else ranks(world)(train, "Labelled", flags)[0]
+    other = train(World(), recipe, flags) if world == 1 else ranks(world)(train, recipe, flags)[0]
     assert apart(alone, other) < 1e-9
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.recipes.dit.data import describe, load
+from lockstep.recipes.images import describe, load
 from lockstep.recipes.shapes import Shapes
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from multi.test_launch import ROOT, environment
 from torch import Tensor, nn
 
-from lockstep.config import parse
 from lockstep.distributed import World
+from lockstep.flags import parse
 from lockstep.recipe import find
 from lockstep.recipes.shapes import Shapes
 from lockstep.run import settle
@@ -83,13 +83,12 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
         images, labels = batch(Shapes("test", 1000, side), range(500))
         assert (network(images).argmax(1) == labels).double().mean() > 0.95  # it can judge
         from lockstep.evaluate import generate
-        from lockstep.use import _model, _open
+        from lockstep.use import load
 
-        opened = _open(out, "last")
-        model, _ = _model(opened, "ema")
+        run = load(out, "last", "ema")
         from contextlib import nullcontext
 
-        samples = generate(opened.recipe, model, 100, {"cfg": 2.5}, World(), nullcontext(), seed=1)
+        samples = generate(run.recipe, run.model, 100, {"cfg": 2.5}, World(), nullcontext(), seed=1)
         assert samples is not None
         told = network(samples[:, -1]).argmax(1) == torch.arange(100) % 10
     assert told.double().mean() > 0.8, told.double().mean()  # chance is 0.1

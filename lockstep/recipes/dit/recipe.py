@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...recipe import Batch, Loss, Recipe, Split
 from ...rng import Rng
-from . import data
+from .. import images as data
 from .model import CHANNELS, build, parse
 
 _CHUNK = 64

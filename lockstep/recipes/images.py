@@ -17,8 +17,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ...recipe import Split
-from ..shapes import Shapes
+from ..recipe import Split
+from .shapes import Shapes
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 CIFAR_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -1,0 +1,227 @@
+"""From words to settings: the command line, a YAML file, a preset and a recipe's defaults are all lists of flags.
+
+All of them go through one parser, in this order, and the last one wins:
+
+    the recipe's defaults, --preset NAME, the run that is resumed, --config FILE, the command line
+
+so `batch_size: 64` in a file means exactly what `--batch_size 64` means. Flags that exclude each other (`n_steps` and
+`epochs`) may stand in different places, where the later one wins, but not in the same one.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+import yaml
+
+from .config import EXCLUSIVE, RUNS, Request, TrainConfig, newest_run
+from .recipe import Recipe, nearest
+
+ALIASES = {
+    "learning_rate": "lr",
+    "batchsize": "batch_size",
+    "workers": "num_workers",
+    "grad_accumulation_steps": "gradient_accumulation_steps",
+    "accumulation": "gradient_accumulation_steps",
+    "output_dir": "out",
+    "save_dir": "out",
+    "grad_clip": "clip_grad",
+    "ddp": "distributed",
+    "max_steps": "n_steps",
+}
+"""Other names that guides and scripts use for a flag."""
+
+Flag = tuple[str, list[str]]
+"""A flag's name and the words of it as typed: ("batch_size", ["--batch_size", "64"])."""
+
+
+def parse(recipe: type[Recipe], argv: Sequence[str], prog: str) -> Request:
+    """The settings that `argv` and the files it names ask for."""
+    target = _target(recipe)
+    known = Known.of(recipe, target)
+    defaults: Any = tyro.cli(
+        target, args=_words(_from_mapping(recipe.defaults, known, recipe.__name__)), config=(tyro.conf.OmitArgPrefixes,)
+    )
+    typed = _split(argv, known)
+    below, file = _files(recipe, typed, known)
+    layers = _settle_exclusive([*below, file, typed])
+    for winner, loser in (*EXCLUSIVE, *((b, a) for a, b in EXCLUSIVE)):
+        if any(name == winner for layer in layers for name, _ in layer):
+            _forget(defaults, loser)
+    flags = list({flag[0]: flag for layer in layers for flag in layer}.values())
+    result: Any = tyro.cli(
+        target,
+        args=_words(flags),
+        default=defaults,
+        prog=prog,
+        description=(recipe.__doc__ or "").strip(),
+        use_underscores=True,
+        config=(tyro.conf.OmitArgPrefixes,),
+        console_outputs=os.environ.get("RANK", "0") == "0",
+    )
+    train = TrainConfig(**{f.name: getattr(result, f.name) for f in dataclasses.fields(TrainConfig)})
+    request = Request(recipe, train, getattr(result, _group(recipe)), frozenset(name for name, _ in [*file, *typed]))
+    _apply_smoke(request)
+    return request
+
+
+def _group(recipe: type[Recipe]) -> str:
+    """The recipe's group of flags is named after it."""
+    name = recipe.name
+    return name if name.isidentifier() and name not in {f.name for f in dataclasses.fields(TrainConfig)} else "recipe"
+
+
+def _target(recipe: type[Recipe]) -> type:
+    """One dataclass of all flags: the recipe's own first."""
+    options = (_group(recipe), recipe.Options, field(default_factory=recipe.Options))
+    engine = [(f.name, f.type, field(default_factory=f.default_factory)) for f in dataclasses.fields(TrainConfig)]
+    return dataclasses.make_dataclass("Flags", [options, *engine])
+
+
+@dataclass(frozen=True)
+class Known:
+    """The flags there are."""
+
+    flags: dict[str, bool]
+    """By name, whether it is a yes-or-no one."""
+    aliases: Mapping[str, str]
+
+    @classmethod
+    def of(cls, recipe: type[Recipe], target: type) -> "Known":
+        groups = [f.type for f in dataclasses.fields(target)]
+        flags = {f.name: f.type is bool for group in groups for f in dataclasses.fields(group)}  # type: ignore[arg-type]
+        return cls(flags, {**ALIASES, **recipe.aliases})
+
+    def canonical(self, name: str) -> str:
+        name = name.replace("-", "_")
+        return name if name in self.flags else self.aliases.get(name, name)
+
+
+def _forget(defaults: Any, name: str) -> None:
+    """Put a setting back to the engine's default, because the user gave the one that excludes it."""
+    for group in (getattr(defaults, f.name) for f in dataclasses.fields(defaults)):
+        for f in dataclasses.fields(group):
+            if f.name == name:
+                setattr(group, name, f.default)
+
+
+def _split(argv: Sequence[str], known: Known) -> list[Flag]:
+    """Command-line words, flag by flag, under their canonical names."""
+    flags: list[Flag] = []
+    for word in argv:
+        if not word.startswith("--") or word == "--":
+            flags[-1:] = [(flags[-1][0], [*flags[-1][1], word])] if flags else [("", [word])]
+            continue
+        name, equals, value = word[2:].partition("=")
+        negated = name.replace("-", "_").removeprefix("no_")
+        name, positive = known.canonical(name), known.canonical(negated)
+        if known.flags.get(positive):
+            name = positive if name == positive else f"no_{positive}"
+        flags.append((positive if known.flags.get(positive) else name, [f"--{name}{equals}{value}"]))
+    return flags
+
+
+def _words(flags: Iterable[Flag]) -> list[str]:
+    return [word for _, words in flags for word in words]
+
+
+def _from_mapping(mapping: Mapping[str, Any], known: Known, source: str) -> list[Flag]:
+    """A YAML file's or a preset's settings as flags."""
+    flags: list[Flag] = []
+    for key, value in _leaves(mapping, known):
+        name = known.canonical(key)
+        if name not in known.flags:
+            raise ValueError(f"{source}: there is no setting {key!r}{nearest(name, known.flags)}")
+        if known.flags[name]:
+            yes = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+            if str(value).lower() not in yes:
+                raise ValueError(f"{source}: {key} is true or false, not {value!r}")
+            flags.append((name, [f"--{name}" if yes[str(value).lower()] else f"--no_{name}"]))
+        elif isinstance(value, list | tuple):
+            flags.append((name, [f"--{name}", *map(str, value)]))
+        elif isinstance(value, Mapping):
+            raise ValueError(f"{source}: {key} is one value, not a group of settings")
+        else:
+            flags.append((name, [f"--{name}", "None" if value in (None, "null", "~", "") else str(value)]))
+    return flags
+
+
+def _leaves(mapping: Mapping[str, Any], known: Known) -> Iterable[tuple[str, Any]]:
+    """Key and value; those of a group that some alias names (`ddp.enabled`) one by one, with a dot."""
+    for key, value in mapping.items():
+        if isinstance(value, Mapping) and any(alias.startswith(f"{key}.") for alias in known.aliases):
+            yield from ((f"{key}.{inner}", x) for inner, x in value.items())
+        else:
+            yield str(key), value
+
+
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """A file of settings, every value still a word: the flags' own parser gives it its type."""
+    try:
+        content = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content or {}, Mapping):
+        raise ValueError(f"{path} is a list of `flag: value` lines, not a {type(content).__name__}")
+    return content or {}
+
+
+def _files(recipe: type[Recipe], typed: list[Flag], known: Known) -> tuple[list[list[Flag]], list[Flag]]:
+    """What the command line names: the layers of preset and resumed run, and that of the config file."""
+    values = {name: words[0].partition("=")[2] if "=" in words[0] else " ".join(words[1:]) for name, words in typed}
+    layers = []
+    file = read_yaml(Path(values["config"])) if values.get("config") else {}
+    preset = values.get("preset") or file.get("preset")
+    if preset:
+        if preset not in recipe.presets:
+            have = ", ".join(recipe.presets) or "none"
+            raise ValueError(f"there is no preset {preset!r}{nearest(preset, recipe.presets)}; this recipe has: {have}")
+        layers.append(_from_mapping(recipe.presets[preset], known, f"preset {preset}"))
+    where = {**file, **values}
+    resumed = _resumed_config(where.get("resume"), where.get("out"), RUNS / recipe.name)
+    if resumed:
+        layers.append(_from_mapping(read_yaml(resumed), known, str(resumed)))
+    return layers, _from_mapping(file, known, values.get("config", ""))
+
+
+def _resumed_config(resume: str | None, out: str | None, runs: Path) -> Path | None:
+    """The config.yaml of the run that `--resume` means."""
+    if not resume:
+        return None
+    start = (Path(out) if out else newest_run(runs)) if resume in ("auto", "latest") else Path(resume)
+    for folder in (start, *list(start.parents)[:2]) if start else ():
+        if (folder / "config.yaml").is_file() and (folder / "receipt.json").is_file():
+            return folder / "config.yaml"
+    return None
+
+
+def _settle_exclusive(layers: list[list[Flag]]) -> list[list[Flag]]:
+    """Of two flags that exclude each other the later layer's stays; in one layer they are an error."""
+    for pair in EXCLUSIVE:
+        decided = False
+        for i in range(len(layers) - 1, -1, -1):
+            present = {name for name, _ in layers[i]} & set(pair)
+            if decided:
+                layers[i] = [flag for flag in layers[i] if flag[0] not in pair]
+            elif len(present) == 2:
+                raise ValueError(f"give --{pair[0]} or --{pair[1]}, not both")
+            decided = decided or bool(present)
+    return layers
+
+
+def _apply_smoke(request: Request) -> None:
+    """LOCKSTEP_SMOKE=N: any command, but only N steps of micro-batches of 2."""
+    value = os.environ.get("LOCKSTEP_SMOKE")
+    if not value:
+        return
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"LOCKSTEP_SMOKE is a number of steps, at least 1, not {value!r}")
+    request.smoke = int(value)
+    request.train.data.batch_size = min(2, request.train.data.batch_size)
+    request.train.data.global_batch_size = None
