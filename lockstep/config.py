@@ -174,6 +174,8 @@ class Run:
     """What counts as an improvement."""
     tensorboard: bool = True
     """Write TensorBoard events."""
+    curves: bool = True
+    """Draw curves.png from metrics.jsonl at the end."""
     logdir: str | None = None
     """Where TensorBoard events go; by default tensorboard/ in the run's folder."""
     use_wandb: bool = False

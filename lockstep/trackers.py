@@ -172,6 +172,47 @@ class JsonLines(Tracker):
             return False
 
 
+class Curves(Tracker):
+    """When all is over, a picture of metrics.jsonl: one panel for each value, training and validation together."""
+
+    aside = {"step", "time", "epoch", "watch_seconds", "epochs_proven", "skipped_steps", "checkpoint_pause_seconds"}
+
+    def __init__(self, lines: Path, picture: Path):
+        self._lines, self._picture = lines, picture
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"{error}; pip install 'lockstep-train[plots]', or --no_curves") from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None:
+        series: dict[str, list[tuple[int, float]]] = {}
+        for line in map(json.loads, self._lines.read_text().splitlines()):
+            for name, value in line.items():
+                if name not in self.aside and value is not None:
+                    series.setdefault(name, []).append((line["step"], value))
+        if not series:
+            return
+        from matplotlib.figure import Figure  # not pyplot: no window system is asked for
+
+        panels = list(dict.fromkeys(name.removeprefix("val/") for name in series))[:12]
+        columns = min(3, len(panels))
+        rows = -(-len(panels) // columns)
+        figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+        for i, panel in enumerate(panels):
+            axes = figure.add_subplot(rows, columns, i + 1, title=panel, xlabel="step")
+            for name in (panel, f"val/{panel}"):
+                if name in series:
+                    mark = "o" if len(series[name]) < 30 else None
+                    label = "validation" if name.startswith("val/") else "training"
+                    axes.plot(*zip(*series[name], strict=True), marker=mark, markersize=3, linewidth=1.2, label=label)
+            if panel in series and f"val/{panel}" in series:
+                axes.legend()
+            axes.grid(alpha=0.3)
+        figure.savefig(self._picture, dpi=110)
+
+
 class TensorBoard(Tracker):
     """Event files in `folder`. With `resume_step`, TensorBoard hides what earlier files hold of later steps."""
 

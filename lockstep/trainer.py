@@ -197,6 +197,8 @@ class Trainer(Job):
             "the console": lambda: console,
             "metrics.jsonl": lambda: trackers.JsonLines(folder / "metrics.jsonl", resumed),
         }
+        if run.curves:
+            where["curves.png"] = lambda: trackers.Curves(folder / "metrics.jsonl", folder / "curves.png")
         if run.tensorboard:
             where["TensorBoard"] = lambda: trackers.TensorBoard(events, resumed)
         if run.use_wandb:

@@ -4,6 +4,7 @@ import builtins
 import errno
 import io
 import json
+import math
 import os
 import resource
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lockstep.trackers import Console, JsonLines, TensorBoard, Tracker, Trackers, Wandb
+from lockstep.trackers import Console, Curves, JsonLines, TensorBoard, Tracker, Trackers, Wandb
 
 VALUES = {"loss": 0.51321, "lr": 1e-4, "samples_per_second": 812.3, "grad_norm": 1.5}
 
@@ -583,3 +584,24 @@ def test_without_trackers_everything_can_be_called() -> None:
     trackers.picture(1, "samples", Path("there is no such file"))
     trackers.message("text")
     trackers.close()
+
+
+def test_curves_are_drawn_from_what_was_logged(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    both = Trackers(
+        {"lines": lambda: lines, "curves": lambda: Curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")}
+    )
+    for step in range(1, 40):
+        both.log(step, {"loss": 1 / step, "lr": 0.1, "epoch": step / 10})
+    both.log(39, {"val/loss": 0.5, "val/accuracy": math.nan})
+    both.close()
+    with Image.open(tmp_path / "curves.png") as picture:
+        assert picture.width > picture.height > 200  # loss and lr, side by side
+
+
+def test_curves_without_matplotlib_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said: list[str] = []
+    make = lambda: Curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")  # noqa: E731
+    Trackers({"curves.png": make}, said.append)
+    assert len(said) == 1 and "lockstep-train[plots]" in said[0]

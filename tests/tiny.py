@@ -45,7 +45,10 @@ class Tiny(Recipe):
 
     name = "tiny"
     Options = Options
-    defaults = {"n_steps": 20, "batch_size": 8, "lr": 1e-2, "log_every": 5, "save_every": 0, "tensorboard": False}
+    defaults = {
+        "n_steps": 20, "batch_size": 8, "lr": 1e-2, "log_every": 5, "save_every": 0, "tensorboard": False,
+        "curves": False,
+    }  # fmt: skip
     presets = {"short": {"n_steps": 3}}
 
     def __init__(self, options: Any = None):

@@ -56,6 +56,19 @@ def describe(images: Images) -> str:
     return f"{images.source}, {len(images):,} images of {len(images.names)} classes"
 
 
+def write_folder(folder: Path, sizes: dict[Split, int], side: int) -> str:
+    """Write drawn shapes as an image folder, `sizes` of each split; what is there now, in a line."""
+    for split, size in sizes.items():
+        shapes = Shapes(split, size, side)
+        for name in shapes.names:
+            (folder / split / name).mkdir(parents=True, exist_ok=True)
+        for i, item in enumerate(shapes.__getitems__(range(size))):
+            picture = Image.fromarray(item["image"].permute(1, 2, 0).numpy())
+            picture.save(folder / split / shapes.names[int(item["label"])] / f"{i:05d}.png")
+    counts = " and ".join(f"{size} {split}" for split, size in sizes.items())
+    return f"{counts} images of {len(Shapes.names)} classes, {side} pixels a side, in {folder}"
+
+
 class CifarImages:
     """CIFAR-10's binary files, memory-mapped: records of a label and 32×32 red, green and blue values."""
 

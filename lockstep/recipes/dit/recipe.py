@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ...recipe import Batch, Loss, Recipe, Split
+from ...recipe import Batch, Loss, Recipe, Split, Total
 from ...rng import Rng
-from .. import images as data
+from .. import frechet, images
+from ..features import Unavailable
 from .model import CHANNELS, build, parse
 
 _CHUNK = 64
@@ -51,6 +52,16 @@ class DiTOptions:
     """Samples of each class in a grid."""
     sample_steps: int = 50
     """Euler steps from noise to image."""
+    fid_every: int = 50_000
+    """Steps between two measurements of how far samples are from the data; also at the end. 0: never."""
+    fid_samples: int = 10_000
+    """Samples of the averaged weights that are compared with the whole training set."""
+    fid_weights: str | None = None
+    """Inception-v3's weights as pytorch-fid publishes them; without, it is fd_efficientnet and not FID."""
+    fid_cfg: float = 5.0
+    """Guidance of the samples that are compared."""
+    fid_steps: int = 25
+    """Euler steps of the samples that are compared."""
 
     def __post_init__(self) -> None:
         _, patch = parse(self.model)
@@ -68,6 +79,13 @@ class DiTOptions:
                 f"sample_per_class and sample_steps are at least 1, not {self.sample_per_class} and"
                 f" {self.sample_steps}; 10 and 50 are usual"
             )
+        if self.fid_every < 0 or self.fid_samples < 2 or self.fid_steps < 1:
+            raise ValueError(
+                f"fid_every is at least 0, fid_samples 2 and fid_steps 1, not {self.fid_every}, {self.fid_samples} and"
+                f" {self.fid_steps}; 50000, 10000 and 25 are usual"
+            )
+        if self.fid_weights and not Path(self.fid_weights).is_file():
+            raise ValueError(f"fid_weights is a file, {self.fid_weights} is not there; leave it out or correct it")
         if not all(math.isfinite(cfg) and cfg >= 0 for cfg in self.sample_cfg):
             raise ValueError(f"sample_cfg are numbers of 0 or more, not {self.sample_cfg}; 1 is no guidance")
 
@@ -108,16 +126,17 @@ class DiTRecipe(Recipe):
             "sample_cfg": [2.5],
             "sample_per_class": 10,
             "sample_steps": 25,
+            "fid_every": 0,
         },
     }
 
     def __init__(self, options: Any = None):
         super().__init__(options)
-        self._datasets: dict[Split, data.Images | None] = {}
+        self._datasets: dict[Split, images.Images | None] = {}
 
-    def dataset(self, split: Split) -> data.Images | None:
+    def dataset(self, split: Split) -> images.Images | None:
         if split not in self._datasets:
-            self._datasets[split] = data.load(self.options.data_path, split, self.options.img_size)
+            self._datasets[split] = images.load(self.options.data_path, split, self.options.img_size)
         return self._datasets[split]
 
     @property
@@ -127,8 +146,8 @@ class DiTRecipe(Recipe):
         return len(train.names)
 
     def describe_data(self, split: Split) -> str:
-        images = self.dataset(split)
-        return "" if images is None else data.describe(images)
+        found = self.dataset(split)
+        return "" if found is None else images.describe(found)
 
     def model(self) -> nn.Module:
         return build(
@@ -214,7 +233,34 @@ class DiTRecipe(Recipe):
         first.save(gif, save_all=True, append_images=rest, duration=durations, loop=0)
         return [png, gif]
 
+    @property
+    def score_every(self) -> int:
+        return int(self.options.fid_every)
+
+    def score(self, model: nn.Module, total: Total, folder: Path) -> tuple[dict[str, float], str | None]:
+        """The Fréchet distance of samples to the training set; statistics of the latter are kept beside it."""
+        train = self.dataset("train")
+        assert train is not None, "every source has training images"
+        device = next(model.parameters()).device
+        try:
+            measure = frechet.Distance(train, self.options.fid_weights, device)
+        except Unavailable as missing:
+            return {}, str(missing)
+
+        def generate(numbers: range, rng: Rng) -> Tensor:
+            label = torch.tensor(list(numbers), device=device) % self.classes
+            return self._trajectory(model, label, rng, self.options.fid_cfg, self.options.fid_steps, frames=1)[:, 0]
+
+        where = Path(self.options.data_path) if self.options.data_path else folder
+        count = self.options.fid_samples
+        return {measure.name: measure(total, count, 4 * _CHUNK, generate, where / ".lockstep")}, None
+
+    def write_data(self, folder: Path) -> str:
+        """The embedded shapes as an image folder, one sub-folder a class."""
+        return images.write_folder(folder, {"train": 2_000, "val": 200}, self.options.img_size)
+
     def smoke(self) -> None:
+        self.options.fid_every = 0
         self.options.sample_steps = 2
         self.options.sample_per_class = 1
         self.options.sample_cfg = self.options.sample_cfg[-1:]

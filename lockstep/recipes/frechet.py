@@ -1,0 +1,104 @@
+"""The Fréchet distance between generated images and those of the training set, computed by all ranks together.
+
+With Inception's weights it is FID and called `fid`; with EfficientNet-Lite0's it is `fd_efficientnet`, which is good
+for comparing runs with one another and must not be compared with published FIDs.
+"""
+
+import hashlib
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ..recipe import Sums, Total
+from ..rng import Rng
+from .features import EfficientNetLite0, Inception
+from .images import Images
+
+_REAL_BATCH = 128
+
+
+def distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> float:
+    """|μa − μb|² + tr(Σa + Σb − 2·(Σa·Σb)^½), in float64.
+
+    The trace of the root is that of (Σa^½ · Σb · Σa^½)^½, which is symmetric: its eigenvalues are real and not
+    negative, up to rounding.
+    """
+    values, vectors = torch.linalg.eigh(cov_a)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    cross = torch.linalg.eigvalsh(root @ cov_b @ root).clamp(min=0).sqrt().sum()
+    return float((mean_a - mean_b).square().sum() + cov_a.trace() + cov_b.trace() - 2 * cross)
+
+
+def moments(sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and covariance (of a sample, divided by n − 1) from what `parts` adds up to."""
+    count, total = float(sums["count"]), sums["sum"].double()
+    mean = total / count
+    return mean, (sums["products"].double() - count * torch.outer(mean, mean)) / (count - 1)
+
+
+def parts(features: Tensor) -> Sums:
+    """Of some features (n, d): what to add up over all of them."""
+    features = features.double()
+    return {"count": len(features), "sum": features.sum(0), "products": features.T @ features}
+
+
+class Distance:
+    """How far generated images are from the real ones. Statistics of the real ones are kept on disk."""
+
+    def __init__(self, images: Images, weights: str | None, device: torch.device):
+        self.images, self.device = images, device
+        self.network = (Inception(Path(weights)) if weights else EfficientNetLite0()).to(device, torch.float32)
+
+    @property
+    def name(self) -> str:
+        return str(self.network.name)
+
+    def __call__(self, total: Total, count: int, batch: int, generate: Callable[[range, Rng], Tensor], cache: Path) -> float:  # fmt: skip  # noqa: E501
+        """`generate(numbers, rng)` makes images (n, 3, S, S) with values 0 … 1."""
+        real = self._reference(total, cache / f"{self.name}-{fingerprint(self.images)}.safetensors")
+        # As a picture file would hold them: a network sees what a person would be shown.
+        made = moments(total(count, batch, lambda n, rng: self._parts((generate(n, rng) * 255 + 0.5).to(torch.uint8))))
+        return distance(*made, *moments(real))
+
+    def _parts(self, images: Tensor) -> Sums:
+        with torch.autocast(self.device.type, enabled=False):
+            return parts(self.network(images.to(self.device)))
+
+    def _reference(self, total: Total, file: Path) -> dict[str, Tensor]:
+        """Whether there is a file is found out in one place, for all: a total over a single number."""
+        if kept := total(1, 1, lambda *_: _read(file)):
+            return kept
+        real = total(
+            len(self.images), _REAL_BATCH, lambda n, _: self._parts(torch.stack([self.images[i]["image"] for i in n]))
+        )
+        total(1, 1, lambda *_: _keep(real, file))
+        return real
+
+
+def _read(file: Path) -> Sums:
+    with suppress(OSError, ValueError, safetensors.SafetensorError):
+        return {**safetensors.torch.load_file(file)}
+    return {}
+
+
+def _keep(sums: dict[str, Tensor], file: Path) -> Sums:
+    with suppress(OSError):  # where it cannot be kept it is computed again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f".{uuid.uuid4().hex}.tmp")
+        safetensors.torch.save_file({name: value.contiguous() for name, value in sums.items()}, beside)
+        beside.replace(file)
+    return {}
+
+
+def fingerprint(images: Images) -> str:
+    """A name for the very images: their number, and the bits of some of them."""
+    digest = hashlib.sha256(f"{len(images)} {images.names}".encode())
+    for i in range(0, len(images), max(1, len(images) // 32)):
+        item = images[i]
+        digest.update(item["image"].numpy().tobytes() + item["label"].numpy().tobytes())
+    return digest.hexdigest()[:16]
