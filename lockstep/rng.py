@@ -54,9 +54,13 @@ def mix_word(*words: int) -> int:
     return state
 
 
-@torch.compiler.assume_constant_result
 def _word_of_name(name: str) -> int:
     return _signed(mix_word(*name.encode()))
+
+
+# All that torch.compiler.assume_constant_result does; to call it would load the compiler, which takes as long to
+# import as all the rest of torch, in every process, also those that never compile.
+_word_of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Rng:
