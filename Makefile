@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo auto || echo 2)
 
+PYTEST ?= --numprocesses 2 --dist worksteal
+
 .PHONY: setup train test test-quick lint format clean
 
 setup: $(READY)
@@ -21,10 +23,10 @@ train: $(READY)
 	$(BIN)/lockstep train dit --preset laptop --nproc $(NPROC) $(FLAGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST)
 
 test-quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PYTEST) -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -136,5 +136,5 @@ def train(found: type[recipe.Recipe], argv: Sequence[str] | None = None) -> None
     flags = list(sys.argv[1:] if argv is None else argv)
     script = Path(sys.argv[0])
     if not found.spec:
-        recipe.introduce(found, script.parent.resolve().name, f"{script}:{found.__name__}")
+        recipe.introduce_from(found, script)
     finish(lambda: train_recipe(found, flags, [str(script), *flags]))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as autograd_collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -85,6 +84,20 @@ class Replica:
         return ddp
 
 
+class _Sum(torch.autograd.Function):
+    """A sum over ranks whose gradient is one as well."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _Sum.apply(grads[0])
+
+
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm with the statistics of all ranks' samples together, on any backend, whatever each rank holds.
 
@@ -103,11 +116,11 @@ class SyncBatchNorm(_BatchNorm):
         channel = [1, -1] + [1] * (x.dim() - 2)
         others = [d for d in range(x.dim()) if d != 1]
         count = torch.full((1,), x.numel() / x.shape[1], dtype=x.dtype, device=x.device)
-        sums = autograd_collectives.all_reduce(torch.cat([x.sum(others), count]))
+        sums = _Sum.apply(torch.cat([x.sum(others), count]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = x - mean.view(channel)
-        variance = autograd_collectives.all_reduce(centred.square().sum(others)) / count
+        variance = _Sum.apply(centred.square().sum(others)) / count
         self._track(mean.detach(), variance.detach(), count)
         y = centred * (variance + self.eps).rsqrt().view(channel)
         if self.affine:

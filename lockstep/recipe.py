@@ -273,6 +273,16 @@ def _from_file(name: str) -> type[Recipe]:
     return introduce(classes[wanted], path.stem, f"{path}:{wanted}")
 
 
+def introduce_from(recipe: type[Recipe], script: Path) -> type[Recipe]:
+    """The same for a class that a script trains: an installed recipe, or one from the file that defines it."""
+    for name, point in installed().items():
+        module, _, attribute = point.value.partition(":")
+        if attribute == recipe.__name__ and f"{recipe.__module__}.".startswith(f"{module}."):
+            return introduce(recipe, name, name)
+    file = Path(getattr(sys.modules.get(recipe.__module__), "__file__", None) or script).resolve()
+    return introduce(recipe, script.resolve().parent.name, f"{file}:{recipe.__name__}")
+
+
 def introduce(recipe: type[Recipe], name: str, spec: str) -> type[Recipe]:
     """Tell a recipe class under which name it runs and how it is found again."""
     recipe.name = recipe.name or name

@@ -85,7 +85,7 @@ def _restarted(starts: list[tuple[str, str]], out: Path | None, runs: Path) -> P
 
 
 def holds_a_run(folder: Path) -> bool:
-    return (folder / "receipt.json").exists() or (folder / "checkpoints").exists()
+    return (folder / "receipt.json").exists() or any((folder / "checkpoints").glob("step-*"))
 
 
 def _latest(how: str, folder: Path | None, runs: Path, report: Any) -> Place:

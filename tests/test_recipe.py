@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from lockstep.recipe import find, installed
+from lockstep.recipe import find, installed, introduce_from
 
 
 def test_installed_recipes_are_found_by_name() -> None:
@@ -32,3 +32,13 @@ def test_a_recipe_in_a_file_is_found(tmp_path: Path) -> None:
 def test_what_is_not_found_is_explained(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         find(name)
+
+
+def test_a_class_that_a_script_trains_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.recipes.dit import DiTRecipe
+
+    for recipe in (DiTRecipe, tiny.Labelled):
+        monkeypatch.setattr(recipe, "spec", "")
+    assert introduce_from(DiTRecipe, tmp_path / "train.py").spec == "dit"
+    spec = introduce_from(tiny.Labelled, tmp_path / "train.py").spec
+    assert find(spec).__name__ == "Labelled"

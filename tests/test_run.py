@@ -145,3 +145,8 @@ def test_smoke_is_on_the_receipt(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setitem(os.environ, "LOCKSTEP_SMOKE", "2")
     train(World(), "Tiny", ["--out", "here"])
     assert "LOCKSTEP_SMOKE=2" in capsys.readouterr().out
+
+
+def test_a_start_that_failed_leaves_nothing_in_the_way() -> None:
+    place("--out", "here")  # and then the data are not there, say
+    assert place("--out", "here").start is None

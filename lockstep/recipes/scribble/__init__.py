@@ -1,0 +1,5 @@
+"""Scribble-supervised semantic segmentation."""
+
+from .recipe import ScribbleRecipe
+
+__all__ = ["ScribbleRecipe"]

@@ -1,0 +1,214 @@
+"""ResNet and ASPP for segmentation, and the localization rectification module (LoRM) that helps in training.
+
+    build("res50_ASPP_lorm", layers=50, classes=21)     # 33.15 M parameters, 8.39 M of them LoRM's
+    build("deeplabv2", layers=101, classes=21)
+    load_backbone(model, "resnet50.pth")                # torchvision's ImageNet weights
+
+Legend: N images, C channels of the last features, K classes, H × W pixels, h × w positions at stride 8, P = h·w.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ..resnet import DEPTHS, ResNet
+
+MODEL_TYPES = ("res50_ASPP_lorm", "deeplabv2", "deeplabv3p")
+IGNORE = 255
+"""The label of pixels that have none."""
+
+
+def nearest(label: Tensor, size: tuple[int, int]) -> Tensor:
+    """Labels (N, H, W) at the middle of each cell of a coarser grid, (N, h, w); never a mixture of labels."""
+    height, width = label.shape[-2:]
+    rows = (2 * torch.arange(size[0], device=label.device) + 1) * height // (2 * size[0])
+    columns = (2 * torch.arange(size[1], device=label.device) + 1) * width // (2 * size[1])
+    return label[..., rows[:, None], columns]
+
+
+def feature_size(height: int, width: int) -> tuple[int, int]:
+    """The positions that an image of that size has at stride 8."""
+    return -(-height // 8), -(-width // 8)
+
+
+class LoRM(nn.Module):
+    """Rebuild each foreground position's features from all positions like it; used in training only."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.query = nn.Conv2d(channels, channels, 1, bias=False)
+        self.key = nn.Conv2d(channels, channels, 1, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, features: Tensor, pseudo: Tensor) -> Tensor:
+        """The squared distance of features (N, C, h, w) and their rectified selves, a mean over channels, summed over
+        the positions that the pseudo labels (N, H, W) call foreground. Ignored positions are left out altogether: they
+        are neither rectified nor looked at."""
+        label = nearest(pseudo, (features.shape[-2], features.shape[-1])).flatten(1)  # (N, P)
+        query = F.normalize(self.query(features).flatten(2), dim=1)  # (N, C, P)
+        key = F.normalize(self.key(features).flatten(2), dim=1)
+        cosine = (query.transpose(1, 2) @ key).to(torch.get_default_dtype())  # (N, P, P)
+        # Not −inf: an image without any label would be softmax of nothing, which is not a number.
+        cosine = cosine.masked_fill((label == IGNORE)[:, None], torch.finfo(cosine.dtype).min)
+        x = features.flatten(2).to(cosine.dtype)
+        rectified = self.scale * (x @ cosine.softmax(-1).transpose(1, 2))  # (N, C, P)
+        distance = (x - rectified).square().mean(1)  # (N, P)
+        return (distance * foreground(label)).sum()
+
+
+def foreground(label: Tensor) -> Tensor:
+    return (label != 0) & (label != IGNORE)
+
+
+class ASPP(nn.Module):
+    """1×1, 3×3 at several dilations and the mean of the whole image, each with norm and ReLU; then 1×1 over all."""
+
+    def __init__(self, channels: int, width: int, outputs: int, rates: Sequence[int]):
+        super().__init__()
+        self.branches = nn.ModuleList([_unit(channels, width, 1)])
+        self.branches.extend(_unit(channels, width, 3, rate) for rate in rates)
+        self.pooled = _unit(channels, width, 1)
+        self.project = nn.Sequential(
+            nn.Conv2d((len(rates) + 2) * width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and len(x) == 1 and isinstance(self.pooled[1], nn.BatchNorm2d):
+            raise ValueError("BatchNorm of an image's mean needs at least 2 images at once, not 1; raise --batch_size")
+        whole = self.pooled(x.mean((2, 3), keepdim=True)).expand(-1, -1, *x.shape[2:])
+        out: Tensor = self.project(torch.cat([*(branch(x) for branch in self.branches), whole], dim=1))
+        return out
+
+
+def _unit(inputs: int, outputs: int, kernel: int, dilation: int = 1) -> nn.Sequential:
+    padding = dilation * (kernel // 2)
+    conv = nn.Conv2d(inputs, outputs, kernel, padding=padding, dilation=dilation, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+class Head(nn.Module):
+    """From the features of the backbone's four stages to class scores on a coarser grid."""
+
+    def forward(self, stages: list[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+class AsppHead(Head):
+    """ASPP straight to classes."""
+
+    def __init__(self, channels: int, classes: int):
+        super().__init__()
+        self.aspp = ASPP(channels, classes, classes, (12, 18, 24))
+
+    def forward(self, stages: list[Tensor]) -> Tensor:
+        out: Tensor = self.aspp(stages[-1])
+        return out
+
+
+class SumHead(Head):
+    """DeepLabv2: 3×3 convolutions to classes at four dilations, added up."""
+
+    def __init__(self, channels: int, classes: int):
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Conv2d(channels, classes, 3, padding=rate, dilation=rate) for rate in (6, 12, 18, 24)
+        )
+        for branch in self.branches:
+            assert isinstance(branch, nn.Conv2d) and branch.bias is not None
+            nn.init.normal_(branch.weight, std=0.01)
+            nn.init.zeros_(branch.bias)
+
+    def forward(self, stages: list[Tensor]) -> Tensor:
+        return torch.stack([branch(stages[-1]) for branch in self.branches]).sum(0)
+
+
+class DecoderHead(Head):
+    """DeepLabv3+: ASPP, then two 3×3 convolutions at stride 4 together with the first stage's features."""
+
+    def __init__(self, channels: int, low: int, classes: int):
+        super().__init__()
+        self.aspp = ASPP(channels, 256, 256, (12, 24, 36))
+        self.low = _unit(low, 48, 1)
+        self.decode = nn.Sequential(_unit(256 + 48, 256, 3), _unit(256, 256, 3), nn.Conv2d(256, classes, 1))
+
+    def forward(self, stages: list[Tensor]) -> Tensor:
+        low = self.low(stages[0])
+        high = F.interpolate(self.aspp(stages[-1]).relu(), low.shape[2:], mode="bilinear")
+        out: Tensor = self.decode(torch.cat([high, low], dim=1))
+        return out
+
+
+class Segmenter(nn.Module):
+    """Images (N, 3, H, W), normalised, to class scores (N, K, H, W)."""
+
+    def __init__(self, backbone: ResNet, head: Head, lorm: LoRM | None):
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        self.lorm = lorm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.backbone(x), x)
+
+    def scores(self, stages: list[Tensor], x: Tensor) -> Tensor:
+        """Class scores of every pixel of x from its features, where those are needed as well."""
+        return F.interpolate(self.head(stages), x.shape[2:], mode="bilinear")
+
+
+def build(model_type: str, layers: int, classes: int) -> Segmenter:
+    """A network of one of MODEL_TYPES on a ResNet of stride 8."""
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"model_type is one of {', '.join(MODEL_TYPES)}, not {model_type!r}")
+    if layers not in DEPTHS:
+        raise ValueError(f"layers is one of {', '.join(map(str, DEPTHS))}, not {layers}")
+    rectifies = model_type == "res50_ASPP_lorm"
+    last: int | Sequence[int] = (4, 8, 16)[: DEPTHS[layers][-1]] if rectifies else 4
+    backbone = ResNet(layers, dilations=(1, 1, 2, last))
+    channels, low = backbone.channels, backbone.channels // 8
+    if rectifies:
+        return Segmenter(backbone, AsppHead(channels, classes), LoRM(channels))
+    return Segmenter(
+        backbone, SumHead(channels, classes) if model_type == "deeplabv2" else DecoderHead(channels, low, classes), None
+    )
+
+
+def load_backbone(model: Segmenter, path: str) -> None:
+    """Load ImageNet weights under torchvision's names; its classifier (`fc`) is left out."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"model_path is a file of ImageNet weights, {path} is not there; correct it or leave it out")
+    found = {name: tensor for name, tensor in _read_weights(file).items() if not name.startswith("fc.")}
+    own = model.backbone.state_dict()
+    # Counters of batches are younger than some of torchvision's files, and mean nothing here.
+    missing = sorted(name for name in own.keys() - found.keys() if not name.endswith("num_batches_tracked"))
+    strange = sorted(found.keys() - own.keys())
+    misfits = sorted(name for name in own.keys() & found.keys() if own[name].shape != found[name].shape)
+    wrong = (("lacks", missing), ("has", strange), ("has another shape of", misfits))
+    if any(names for _, names in wrong):
+        what = ", ".join(f"{kind} {_some(names)}" for kind, names in wrong if names)
+        raise ValueError(f"{file} is not for this ResNet: it {what}; give the file that fits --layers")
+    model.backbone.load_state_dict(found, strict=False)
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _read_weights(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except (safetensors.SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the weights {file} cannot be read ({reason}); download them again") from None
+    except Exception as error:  # torch refuses what is not tensors with an exception of pickle's
+        raise ValueError(f"the weights {file} are not plain tensors ({type(error).__name__}); convert them") from None
+    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        raise ValueError(f"{file} is not a dict of tensors, as torchvision's weights are; save its state_dict")
+    return loaded

@@ -1,0 +1,300 @@
+"""Semantic segmentation from scribbles: a few strokes, pseudo labels, and a class-driven promotion of both.
+
+Training minimises a sum of five terms, each a mean over elements of its own:
+cross-entropy on scribbled pixels; cross-entropy with smoothing on pseudo-labelled ones; the entropy of the prediction,
+weighted by the nearness to a scribble (l_ds) and to a pseudo-labelled object (l_dc), over the pixels near one; and the
+distance of foreground features to what LoRM makes of them. Pixels labelled 255 take no part in any of them.
+
+Legend: N images, K classes, H × W pixels.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...rng import Rng
+from . import data, losses
+from .augment import Changes, augment
+from .files import write_map
+from .infer import probabilities
+from .model import Segmenter, build, feature_size, foreground, load_backbone, nearest
+from .report import confusion_picture, iou_table
+from .scenes import Scenes
+
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's, by channel."""
+_SMALLEST_CROP = 32
+_SMOKE_CROP = 64
+
+
+@dataclass
+class ScribbleOptions:
+    model_type: Literal["res50_ASPP_lorm", "deeplabv2", "deeplabv3p"] = "res50_ASPP_lorm"
+    """ResNet + ASPP with LoRM in training (res50, whatever --layers says), DeepLabv2, or DeepLabv3+."""
+    layers: Literal[18, 34, 50, 101, 152] = 50
+    """Layers of the ResNet."""
+    model_path: str | None = None
+    """ImageNet weights of the ResNet, .pth or .safetensors, under torchvision's names; without it, from scratch."""
+    data_path: str | None = None
+    """A folder laid out like Pascal VOC (docs/recipes/scribble.md); without it, drawn scenes. Also --dataset_path."""
+    num_classes: int = 21
+    """Classes with the background; labels are below it. Also --numclasses."""
+    scribbles: str = data.FOLDERS["scribble"]
+    """In data_path, the folder of scribbles. Also --train_path."""
+    pseudo_labels: str = data.FOLDERS["pseudo"]
+    """In data_path, the folder of pseudo labels."""
+    distancemap_s: str = data.FOLDERS["near_scribble"]
+    """In data_path, the folder of distance maps of scribbles."""
+    distancemap_c: str = data.FOLDERS["near_pseudo"]
+    """In data_path, the folder of distance maps of pseudo labels."""
+    crop_size: int = 465
+    """Pixels a side of training crops, of the validation's centre crop and of the test's windows."""
+    scale: tuple[float, float] = (0.5, 2.0)
+    """Training scenes are scaled by a factor between these two."""
+    rotate: float = 10.0
+    """They are turned by up to so many degrees, either way."""
+    blur: float = 0.5
+    """How often one is blurred."""
+    flip: bool = True
+    """Mirror half of them."""
+    l_segs: float = 1.0
+    """Weight of the cross-entropy on scribbles."""
+    l_pesudo: float = 1.0
+    """Weight of the cross-entropy on pseudo labels."""
+    l_lorm: float = 1.0
+    """Weight of LoRM's distance; models without LoRM have no such term."""
+    l_ds: float = 1.0
+    """Weight of the entropy near scribbles."""
+    l_dc: float = 1.0
+    """Weight of the entropy near pseudo-labelled objects."""
+    smoothing: float = 0.1
+    """Label smoothing of the pseudo labels."""
+    test_scales: tuple[float, ...] = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
+    """Scales over which test and predict average."""
+    base_size: int = 512
+    """Pixels of the longer side at scale 1 in test and predict; 0: the image's own."""
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2 or self.num_classes > 255:
+            raise ValueError(f"num_classes is 2 to 255, the background counted, not {self.num_classes}")
+        if self.crop_size < _SMALLEST_CROP:
+            raise ValueError(f"crop_size is at least {_SMALLEST_CROP}, not {self.crop_size}")
+        if not 0 < self.scale[0] <= self.scale[1]:
+            raise ValueError(f"scale is two factors above 0, the smaller one first, not {self.scale}; 0.5 2 is usual")
+        if not (0 <= self.blur <= 1 and 0 <= self.smoothing < 1):
+            raise ValueError(
+                f"blur is in [0, 1] and smoothing in [0, 1), not {self.blur} and {self.smoothing}; 0.5, 0.1 are usual"
+            )
+        for name in ("l_segs", "l_pesudo", "l_lorm", "l_ds", "l_dc", "rotate", "base_size"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} is 0 or more, not {getattr(self, name)}")
+        if not self.test_scales or not all(math.isfinite(s) and s > 0 for s in self.test_scales):
+            raise ValueError(f"test_scales are one or more factors above 0, not {self.test_scales}; 1.0 will do")
+
+
+class ScribbleRecipe(Recipe):
+    """Semantic segmentation from scribbles and pseudo labels."""
+
+    Options: ClassVar[type] = ScribbleOptions
+    options: ScribbleOptions
+    aliases = {
+        "dataset_path": "data_path",
+        "numclasses": "num_classes",
+        "train_path": "scribbles",
+    }
+    defaults = {
+        "batch_size": 16,
+        "epochs": 50,
+        "optimizer": "sgd",
+        "lr": 1e-3,
+        "lr_scaling": "linear",
+        "base_batch_size": 16,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        "schedule": "cosine",
+        "warmup_epochs": 5.0,
+        "eval_every": "1ep",
+        "save_every": "1ep",
+        "best_metric": "miou",
+        "best_mode": "max",
+    }
+    presets = {
+        "laptop": {
+            "layers": 18,
+            "crop_size": 80,
+            "scale": [0.75, 1.5],
+            "base_size": 0,
+            "test_scales": [0.75, 1.0, 1.25],
+            "global_batch_size": 8,
+            "batch_size": 8,
+            "n_steps": 150,
+            "lr": 0.04,
+            "lr_scaling": "none",
+            "warmup_epochs": 0.0,
+            "warmup_steps": 15,
+            "log_every": 10,
+            "eval_every": "75",
+            "save_every": "75",
+        },
+    }
+
+    def __init__(self, options: Any = None):
+        super().__init__(options)
+        self._sources: dict[Split, data.Source] = {}
+        self._names: tuple[str, ...] | None = None
+
+    # Data
+
+    def _source(self, split: Split) -> data.Source:
+        o = self.options
+        if split not in self._sources:
+            folders = dict(
+                zip(data.TRAINING, (o.scribbles, o.pseudo_labels, o.distancemap_s, o.distancemap_c), strict=True)
+            )
+            if o.data_path is None:
+                self._sources[split] = Scenes(split, o.crop_size)
+            else:
+                root = Path(o.data_path).expanduser()
+                listed: Split = "val" if split == "test" and not data.has_test(root) else split
+                self._sources[split] = data.VocFolder(root, listed, o.num_classes, folders)
+        return self._sources[split]
+
+    def dataset(self, split: Split) -> data.Source:
+        """Training scenes as they are, before `augment`; for validation the centre crop, for a test all of an image."""
+        assert len(self.names) == self.options.num_classes, "a list of names that is too long is refused here"
+        source = self._source(split)
+        if split == "train":
+            return data.Training(source)
+        return data.Labelled(source, self.options.crop_size if split == "val" else None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        if self._names is None:
+            self._names = data.class_names(self.options.data_path, self.options.num_classes)
+        return self._names
+
+    def describe_data(self, split: Split) -> str:
+        source = self._source(split)
+        return f"{source.source}, {len(source):,} for {split}"
+
+    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+        o = self.options
+        return augment(item, rng, Changes(o.crop_size, o.scale, o.rotate, o.flip, o.blur))
+
+    def collate(self, items: list[dict[str, Tensor]]) -> Batch:
+        return default_collate(data.pad_together(items))
+
+    def write_data(self, folder: Path) -> str:
+        return data.write(folder, self.options.crop_size)
+
+    # Model and loss
+
+    def model(self) -> Segmenter:
+        return build(self.options.model_type, self.options.layers, self.options.num_classes)
+
+    def begin(self, model: nn.Module) -> str | None:
+        assert isinstance(model, Segmenter)
+        if self.options.model_path is None:
+            return "the ResNet starts from scratch; --model_path loads ImageNet weights"
+        load_backbone(model, self.options.model_path)
+        return f"the ResNet starts from {self.options.model_path}"
+
+    def describe_model(self, model: nn.Module) -> str:
+        assert isinstance(model, Segmenter)
+        lorm = 0 if model.lorm is None else sum(p.numel() for p in model.lorm.parameters())
+        aside = f", {lorm / 1e6:.2f} M of it LoRM for training" if lorm else ""
+        return f"{self.options.model_type} on ResNet-{self.options.layers}, {self.options.num_classes} classes{aside}"
+
+    def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
+        o = self.options
+        x = normalised(batch["image"])
+        stages = model.backbone(x)  # type: ignore[operator]
+        log_p = model.scores(stages, x).to(x.dtype).log_softmax(1)  # type: ignore[operator]
+        scribble, pseudo = batch["scribble"].long(), batch["pseudo"].long()
+        terms = {
+            "segs": o.l_segs * losses.cross_entropy(log_p, scribble),
+            "pesudo": o.l_pesudo * losses.cross_entropy(log_p, pseudo, o.smoothing),
+            "ds": o.l_ds * losses.entropy_near(log_p, batch["near_scribble"]),
+            "dc": o.l_dc * losses.entropy_near(log_p, batch["near_pseudo"]),
+        }
+        if model.lorm is not None:
+            terms["lorm"] = o.l_lorm * model.lorm(stages[-1], pseudo)  # type: ignore[operator]
+        return Loss.of_terms(**terms)
+
+    def weigh(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
+        """What each term is a mean over: labelled pixels, pixels near something, foreground positions of features."""
+        pseudo = batch["pseudo"]
+        counts = {
+            "segs": losses.labelled(batch["scribble"]).sum(),
+            "pesudo": losses.labelled(pseudo).sum(),
+            "ds": (batch["near_scribble"] > 0).sum(),
+            "dc": (batch["near_pseudo"] > 0).sum(),
+        }
+        if self.options.model_type == "res50_ASPP_lorm":
+            counts["lorm"] = foreground(nearest(pseudo, feature_size(*pseudo.shape[1:]))).sum()
+        return counts
+
+    # Evaluation
+
+    def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
+        predicted = model(normalised(batch["image"])).argmax(1)
+        return {"confusion": losses.confusion(batch["label"], predicted, self.options.num_classes)}
+
+    def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
+        pairs = zip(batch["label"], self.predict_batch(model, batch), strict=True)
+        classes = self.options.num_classes
+        parts = [losses.confusion(label[: p.shape[0], : p.shape[1]], p, classes) for label, p in pairs]
+        return {"confusion": torch.stack(parts).sum(0)}
+
+    def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Mean IoU over the classes that are there or were predicted, pixel accuracy, and the IoU of each class."""
+        matrix = sums["confusion"]
+        ious = losses.ious(matrix)
+        there = {name: iou for name, iou in zip(self.names, ious.tolist(), strict=True) if not math.isnan(iou)}
+        accuracy = float(matrix.diagonal().sum() / matrix.sum().clamp(min=1))
+        mean = sum(there.values()) / max(1, len(there))
+        return {"miou": mean, "accuracy": accuracy, **{f"iou/{name}": iou for name, iou in there.items()}}
+
+    def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
+        """A table of each class's IoU, and a picture of it beside the confusion matrix."""
+        table = iou_table(sums["confusion"], self.names, folder / "iou.csv")
+        return [table, confusion_picture(sums["confusion"], self.names, folder / "iou.png")]
+
+    # Prediction
+
+    def inputs(self, path: Path) -> data.Inputs:
+        return data.Inputs(path)
+
+    def predict_batch(self, model: nn.Module, batch: Batch) -> list[Tensor]:
+        """The labels of each image, (H, W) uint8; each image by itself, whatever else is in the batch."""
+        o, out = self.options, []
+        for image, (height, width) in zip(batch["image"], batch["size"].tolist(), strict=True):
+            x = normalised(image[None, :, :height, :width])[0]
+            out.append(probabilities(model, x, o.crop_size, o.test_scales, o.base_size).argmax(0).to(torch.uint8))
+        return out
+
+    def save_predictions(self, predictions: list[Tensor], dataset: data.Inputs, folder: Path) -> list[Path]:
+        """A PNG in VOC's colours for each input, of its size and under its name."""
+        made = [folder / dataset.output(file) for file in dataset.files]
+        for labels, file in zip(predictions, made, strict=True):
+            write_map(labels, file)
+        return made
+
+    def smoke(self) -> None:
+        self.options.crop_size = min(self.options.crop_size, _SMOKE_CROP)
+        self.options.test_scales = (1.0,)
+        self.options.base_size = min(self.options.base_size, _SMOKE_CROP)
+
+
+def normalised(image: Tensor) -> Tensor:
+    """uint8 images (N, 3, H, W) as the network takes them."""
+    x = image.to(torch.get_default_dtype()) / 255
+    # Channel by channel with plain numbers: a tensor of them would have to be copied to the device, which waits for it.
+    channels = zip(x.unbind(1), _MEAN, _DEVIATION, strict=True)
+    return torch.stack([(channel - mean) / deviation for channel, mean, deviation in channels], dim=1)

@@ -1,0 +1,211 @@
+"""The embedded data: drawn scenes of coloured, textured shapes, labelled the way that scribble data sets are.
+
+Scene i is drawn from (split, i) alone. Beside the image there are its true labels, scribbles (a stroke through most
+shapes and two over the background, 255 elsewhere), pseudo labels as an image-level model would give them (edges out of
+place, unsure pixels 255, some shapes missed or taken for another), and how near each pixel is to a scribble and to a
+pseudo-labelled shape (255 on it, falling to 0).
+
+    Scenes("train", side=96)[7]["scribble"]      # (96, 72) or (72, 96) uint8
+
+Legend: H × W pixels; x to the right and y down, in units of a shape's size, its centre at 0.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...recipe import Split
+from ...rng import Rng
+from .model import IGNORE
+
+SIZES: dict[Split, int] = {"train": 480, "val": 48, "test": 48}
+_SEEDS: dict[Split, int] = {"train": 11, "val": 12, "test": 13}
+
+_FEWEST, _MOST = 2, 5
+"""Shapes of a scene."""
+_SMALLEST, _LARGEST = 0.15, 0.25
+"""A shape's size, in longer sides of the scene."""
+_MISSED, _MISTAKEN = 0.1, 0.1
+"""How often a pseudo label has not seen a shape, or takes it for another."""
+_NEAR = 1 / 8
+"""Where the distance maps reach 0, in longer sides of the scene."""
+
+
+def _disc(x: Tensor, y: Tensor) -> Tensor:
+    return (x * x + y * y).sqrt() - 0.95
+
+
+def _square(x: Tensor, y: Tensor) -> Tensor:
+    return torch.maximum(x.abs(), y.abs()) - 0.82
+
+
+def _triangle(x: Tensor, y: Tensor) -> Tensor:
+    return torch.maximum(x.abs() * 0.8660254 - y * 0.5, y) - 0.58
+
+
+def _ring(x: Tensor, y: Tensor) -> Tensor:
+    return ((x * x + y * y).sqrt() - 0.72).abs() - 0.3
+
+
+def _cross(x: Tensor, y: Tensor) -> Tensor:
+    x, y = x.abs(), y.abs()
+    return torch.maximum(torch.minimum(x, y) - 0.36, torch.maximum(x, y) - 1.0)
+
+
+_OUTLINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "disc": _disc,
+    "square": _square,
+    "triangle": _triangle,
+    "ring": _ring,
+    "cross": _cross,
+}
+"""Signed distances to the outline, negative inside."""
+NAMES = ("background", *_OUTLINES)
+
+# A class has a hue and a texture of its own: stripes across and along, with so many periods in a shape's size.
+_COLOURS = torch.tensor([[215, 60, 55], [60, 105, 220], [235, 200, 60], [60, 180, 95], [175, 80, 195]]).float()
+_STRIPES = torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [1.5, 1.5], [0.0, 0.0]], dtype=torch.float32)
+_GROUND = torch.tensor([[95, 95, 100], [140, 125, 105], [70, 85, 85], [165, 165, 160]]).float()
+
+_ANGLES = [math.radians(degrees) for degrees in range(0, 360, 5)]
+_COSINES = torch.tensor([math.cos(angle) for angle in _ANGLES], dtype=torch.float32)
+_SINES = torch.tensor([math.sin(angle) for angle in _ANGLES], dtype=torch.float32)
+
+
+class Scenes:
+    """`size` scenes of one split, `side` pixels along their longer side. All that is known of each is in its item."""
+
+    source = "embedded scenes"
+
+    def __init__(self, split: Split, side: int, size: int | None = None):
+        if side < 32:
+            raise ValueError(f"a scene is at least 32 pixels along its longer side, not {side}")
+        self.split, self.side = split, side
+        self.size = SIZES[split] if size is None else size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def name(self, i: int) -> str:
+        return f"{self.split}_{i:05d}"
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if not 0 <= i < self.size:
+            raise IndexError(f"the {self.split} split has the scenes 0 to {self.size - 1}")
+        return _draw(Rng.of(_SEEDS[self.split], torch.zeros(1, dtype=torch.int64), torch.tensor([i])), self.side)
+
+
+def _draw(rng: Rng, side: int) -> dict[str, Tensor]:
+    """image (3, H, W), label, scribble, pseudo, near_scribble and near_pseudo (H, W), all uint8."""
+    short = side * 3 // 4
+    height, width = (side, short) if rng.bernoulli("portrait", 0.5) else (short, side)
+    count = _FEWEST + int(rng.integers("count", _MOST - _FEWEST + 1))
+    kinds = rng.integers("kind", len(_OUTLINES), _MOST)[0, :count]
+    place = rng.uniform("place", _MOST, 3, dtype=torch.float32)[0, :count]
+    sizes = side * (_SMALLEST + (_LARGEST - _SMALLEST) * place[:, 2])
+    centres = (0.12 + 0.76 * place[:, :2]) * torch.tensor([width, height])
+    turns = rng.integers("turn", len(_ANGLES), _MOST)[0, :count]
+    x, y = _local(height, width, centres, turns, sizes)  # (count, H, W)
+    # In pixels, so that edges and margins are the same for large shapes and small ones.
+    distance = torch.stack([list(_OUTLINES.values())[k](x[i], y[i]) * sizes[i] for i, k in enumerate(kinds.tolist())])
+    label = _paint(distance < 0, kinds + 1)
+    pseudo = _pseudo(rng, distance, kinds, sizes)
+    scribble = _scribble(rng, distance, label, kinds, x, y, sizes)
+    reach = max(2, round(side * _NEAR))
+    return {
+        "image": _image(rng, distance, kinds, x, y),
+        "label": label,
+        "scribble": scribble,
+        "pseudo": pseudo,
+        "near_scribble": nearness(scribble != IGNORE, reach),
+        "near_pseudo": nearness((pseudo != 0) & (pseudo != IGNORE), reach),
+    }
+
+
+def _local(height: int, width: int, centres: Tensor, turns: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the pixels lie in each shape's own turned coordinates, in units of its size."""
+    cosine, sine = (table[turns] / sizes for table in (_COSINES, _SINES))
+    x = torch.arange(width, dtype=torch.float32)[None, None, :] + 0.5 - centres[:, 0, None, None]
+    y = torch.arange(height, dtype=torch.float32)[None, :, None] + 0.5 - centres[:, 1, None, None]
+    cosine, sine = cosine[:, None, None], sine[:, None, None]
+    return x * cosine + y * sine, y * cosine - x * sine
+
+
+def _paint(inside: Tensor, labels: Tensor) -> Tensor:
+    """Later shapes over earlier ones, (H, W) uint8."""
+    canvas = torch.zeros(inside.shape[1:], dtype=torch.int64)
+    for mask, label in zip(inside, labels, strict=True):
+        canvas = torch.where(mask, label, canvas)
+    return canvas.to(torch.uint8)
+
+
+def _image(rng: Rng, distance: Tensor, kinds: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """(3, H, W) uint8."""
+    height, width = distance.shape[1:]
+    corners = _GROUND[rng.integers("ground", len(_GROUND), 2)[0]].T[:, None, :]  # a gradient from one to the other
+    image = F.interpolate(corners[None], (height, width), mode="bilinear")[0]
+    blotches = rng.uniform("blotches", 1, 8, 8, dtype=torch.float32)
+    image = image + 60 * (F.interpolate(blotches, (height, width), mode="bilinear")[0] - 0.5)
+    shades = 50 * (rng.uniform("shade", _MOST, 3, dtype=torch.float32)[0] - 0.5)
+    for i, kind in enumerate(kinds.tolist()):
+        phase = _STRIPES[kind, 0] * x[i] + _STRIPES[kind, 1] * y[i]
+        dark = (phase - phase.floor() < 0.5) & bool(_STRIPES[kind].any())
+        paint = (_COLOURS[kind] + shades[i])[:, None, None] * (1 - 0.45 * dark.float())
+        image = image + (0.5 - distance[i]).clamp(0, 1) * (paint - image)
+    noise = 30 * (rng.uniform("noise", height, width, dtype=torch.float32) - 0.5)
+    return (image + noise + 0.5).clamp(0, 255).to(torch.uint8)
+
+
+def _pseudo(rng: Rng, distance: Tensor, kinds: Tensor, sizes: Tensor) -> Tensor:
+    """Labels as a class-activation model gives them: about right inside, wrong at the edges, at times altogether."""
+    wobble = rng.uniform("wobble", _MOST, 1, 4, 4, dtype=torch.float32)[0, : len(kinds)] - 0.5
+    wobble = F.interpolate(wobble, distance.shape[1:], mode="bilinear")[:, 0]
+    growth = 0.3 * (rng.uniform("growth", _MOST, dtype=torch.float32)[0, : len(kinds)] - 0.5)
+    believed = distance + (0.6 * wobble + growth[:, None, None]) * sizes[:, None, None]
+    other = (kinds + 1 + rng.integers("other", len(_OUTLINES) - 1, _MOST)[0, : len(kinds)]) % len(_OUTLINES)
+    label = 1 + torch.where(rng.bernoulli("mistaken", _MISTAKEN, _MOST)[0, : len(kinds)], other, kinds)
+    seen = ~rng.bernoulli("missed", _MISSED, _MOST)[0, : len(kinds), None, None]
+    unsure = 0.08 * sizes[:, None, None]
+    masks = torch.stack([(believed < unsure) & seen, (believed < -unsure) & seen], 1).flatten(0, 1)
+    return _paint(masks, torch.stack([torch.full_like(label, IGNORE), label], 1).flatten())
+
+
+def _scribble(rng: Rng, distance: Tensor, label: Tensor, kinds: Tensor, x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
+    """A bent stroke along each shape and two over the background, well inside of what they mark."""
+    height, width = label.shape
+    pen = max(1.0, 0.006 * max(height, width))
+    scribble = torch.full_like(label, IGNORE)
+    bends = rng.uniform("bend", _MOST + 2, 3, dtype=torch.float32)[0] - 0.5
+    covered = torch.zeros_like(label, dtype=torch.bool)
+    for i in reversed(range(len(kinds))):
+        path = (y[i] - bends[i, 0] * (1 - 2 * x[i] * x[i])) * sizes[i]
+        marked = (path.abs() < pen) & (distance[i] < -0.1 * sizes[i]) & ~covered
+        scribble = torch.where(marked, (kinds[i] + 1).to(torch.uint8), scribble)
+        covered = covered | (distance[i] < 2 * pen)  # nothing is scribbled close to the edge of what lies above
+    turns = rng.integers("background turn", len(_ANGLES), 2)[0]
+    centres = (bends[_MOST:, :2] + 0.5) * torch.tensor([width, height])
+    u, v = _local(height, width, centres, turns, torch.full((2,), float(max(height, width)), dtype=torch.float32))
+    paths = (v - bends[_MOST:, 2, None, None] * u * u).abs() * max(height, width) < pen
+    clear = distance.amin(0) > 3 * pen
+    return torch.where(paths.any(0) & clear, torch.zeros_like(scribble), scribble)
+
+
+def nearness(marked: Tensor, reach: int) -> Tensor:
+    """255 where `marked` (H, W), falling linearly with the distance to it, 0 from `reach` pixels on; uint8.
+
+    An exact Euclidean distance, up to `reach`: first along columns, then the best of all columns within it.
+    """
+    far = float(4 * reach * reach)
+    height = torch.arange(marked.shape[0])[:, None]
+    above = torch.where(marked, height, -marked.numel()).cummax(0).values
+    below = torch.where(marked, height, marked.numel()).flip(0).cummin(0).values.flip(0)
+    square = torch.minimum(height - above, below - height).clamp(max=2 * reach).float().square()
+    padded = F.pad(square, (reach, reach), value=far)
+    width = marked.shape[1]
+    best = square
+    for shift in range(2 * reach + 1):
+        best = torch.minimum(best, padded[:, shift : shift + width] + float((shift - reach) ** 2))
+    return (255 * (1 - best.sqrt() / reach).clamp(min=0) + 0.5).to(torch.uint8)

@@ -1,0 +1,83 @@
+"""The recipe `scribble` as users run it: golden losses, and the preset laptop from start to labels in a file."""
+
+import csv
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from multi.test_launch import ROOT, environment
+from PIL import Image
+
+from lockstep.distributed import World
+from lockstep.flags import parse
+from lockstep.recipe import find
+from lockstep.recipes.scribble.files import write_image
+from lockstep.recipes.scribble.scenes import Scenes
+from lockstep.run import settle
+from lockstep.trainer import Trainer
+
+GOLDEN = ROOT / "tests/golden/scribble.json"
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    return [x[name] for x in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if name in x]
+
+
+def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
+    """`PYTHONPATH=tests python tests/recipes/test_scribble_learns.py` writes them anew, where a change was meant."""
+    assert ten_steps(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
+
+
+def ten_steps(folder: Path) -> list[float]:
+    flags = ["--layers", "18", "--crop_size", "32", "--batch_size", "4", "--n_steps", "10", "--lr", "0.1"]
+    flags += ["--device", "cpu", "--precision", "fp64", "--log_every", "1", "--no_tensorboard", "--save_every", "0"]
+    request = parse(
+        find("scribble"), [*flags, "--eval_every", "0", "--warmup_epochs", "0", "--out", str(folder)], "test"
+    )
+    Trainer(request, World(), settle(request, World())).fit()
+    return logged(folder, "loss")
+
+
+def lockstep(*words: str) -> str:
+    done = subprocess.run(["lockstep", *words], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_laptop_preset_learns_and_labels_a_file(tmp_path: Path) -> None:
+    """A third of its steps, so that it is over soon; chance is a mIoU of about 0.1 (all of it background)."""
+    out = tmp_path / "run"
+    flags = ["--n_steps", "45", "--warmup_steps", "8", "--nproc", "2", "--out", str(out)]
+    lockstep("train", "scribble", "--preset", "laptop", *flags)
+    (miou,) = logged(out, "val/miou")
+    assert miou > 0.4, miou
+
+    Path(tmp_path / "in").mkdir()
+    scenes = Scenes("test", 80)
+    for i in range(6):
+        write_image(scenes[i]["image"], tmp_path / "in" / f"{i}.png")
+    one = lockstep("predict", str(out), str(tmp_path / "in"), "--out", str(tmp_path / "one")).splitlines()
+    two = lockstep("predict", str(out), str(tmp_path / "in"), "--out", str(tmp_path / "two"), "--nproc", "2")
+    right = 0.0
+    for i, (a, b) in enumerate(zip(one, two.splitlines(), strict=True)):
+        labels = np.array(Image.open(a))
+        assert Path(a).name == Path(b).name == f"{i}.png" and np.array_equal(labels, np.array(Image.open(b)))
+        right += float((labels == scenes[i]["label"].numpy()).mean()) / 6
+    assert right > 0.75, right
+
+    lockstep("test", str(out), "--out", str(tmp_path / "test"))
+    rows = list(csv.DictReader((tmp_path / "test" / "iou.csv").open()))
+    tested = json.loads((tmp_path / "test" / "metrics.json").read_text())
+    assert tested["miou"] > 0.4 and len(rows) == 21 and (tmp_path / "test" / "iou.png").exists()
+    assert sum(int(row["pixels"]) for row in rows) == len(scenes) * 80 * 60
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as made:
+        GOLDEN.write_text(json.dumps(ten_steps(Path(made) / "run"), indent=2) + "\n")
