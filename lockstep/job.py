@@ -48,7 +48,7 @@ class Job:
         self.model.to(world.device, self.precision.dtype)
         self.shares_batch_norm = self._share_batch_norm()
         torch.manual_seed(seed * 1_000_003 + world.rank + 1)  # for dropout alone: all else is keyed
-        self.compiled = {"auto": world.device.type == "cuda", "on": True, "off": False}[self.config.hardware.compile]
+        self.compiled = self._compiles()
         self.emas = [Ema(self.model, decay) for decay in self.config.optim.ema_decay]
         self.update = self._update()
         self.watch = Watch(world, self._replicated(), self.sizes.dataset)
@@ -70,6 +70,17 @@ class Job:
             parallel.share_batch_norm(self.model)
             return True
         return False
+
+    def _compiles(self) -> bool:
+        wanted = self.config.hardware.compile
+        if self.shares_batch_norm and self.world.size > 1:
+            if wanted == "on":
+                raise ValueError(
+                    "a model whose BatchNorm is shared over ranks is not compiled: two NCCL ranks were seen to train it "
+                    "differently; use --compile off, or --sync_bn off"
+                )
+            return False
+        return {"auto": self.world.device.type == "cuda", "on": True, "off": False}[wanted]
 
     def _replicated(self) -> dict[str, Tensor]:
         """What has to be the same on every rank: all of the state, but for statistics that are a rank's own."""
@@ -172,9 +183,12 @@ class Job:
     def _batch_norm_remarks(self) -> list[str]:
         if self.world.size > 1 and not self.shares_batch_norm:
             return ["BatchNorm has statistics of its own on every rank (--sync_bn off): results depend on the world"]
+        notes = []
+        if self.shares_batch_norm and self.world.size > 1 and self.world.device.type == "cuda":
+            notes.append("not compiled: BatchNorm is shared over the ranks")
         if self.sizes.accumulation > 1:
-            return ["BatchNorm sees one micro-batch at a time: with accumulation it differs from one large batch"]
-        return []
+            notes.append("BatchNorm sees one micro-batch at a time: with accumulation it differs from one large batch")
+        return notes
 
     def capture(self, generators: list[dict[str, Tensor]], bad_steps: int) -> tuple[checkpoint.Tensors, dict[str, Any]]:
         """Everything that changes while it trains; `generators` are those of all ranks."""

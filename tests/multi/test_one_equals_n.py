@@ -115,3 +115,14 @@ def test_shared_batch_norm_alone_is_plain_batch_norm() -> None:
     assert torch.equal(model(x), plain(x))
     assert list(model.state_dict()) == ["0." + name for name in plain.state_dict()]
     assert torch.equal(model.eval()(x), plain.eval()(x))
+
+
+def compiled_batch_norm(world: World, flags: list[str]) -> str:
+    with pytest.raises(ValueError, match="shared over ranks is not compiled"):
+        train(world, "WithBatchNorm", flags)
+    return "refused"
+
+
+def test_shared_batch_norm_is_not_compiled(ranks, tmp_path: Path) -> None:
+    flags = ["--n_steps", "2", "--compile", "on", "--out", str(tmp_path / "run")]
+    assert ranks(2)(compiled_batch_norm, flags) == ["refused"] * 2

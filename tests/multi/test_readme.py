@@ -29,3 +29,20 @@ def test_every_folder_in_the_map_exists() -> None:
 def test_the_picture_is_there() -> None:
     for path in re.findall(r"!\[.*?\]\((.*?)\)", README):
         assert (ROOT / path).stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_samples_are_made_afterwards_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """The README's `lockstep sample RUN --n 64 --cfg 2.5`, of a model that has seen two steps."""
+    flags = ["--model", "DiT-Nano/8", "--out", "run", "--n_steps", "2", "--batch_size", "2", "--fid_every", "0"]
+    assert run(["lockstep", "train", "dit", *flags], tmp_path, LOCKSTEP_SMOKE="2").returncode == 0
+    command = re.search(r"^lockstep sample RUN (--n \d+ --cfg [\d.]+)", README, re.M).group(1).split()  # type: ignore[union-attr]
+    command[1] = "12"
+    pictures = []
+    for nproc in ("1", "2"):
+        where = ["--steps", "2", "--nproc", nproc, "--out", f"made{nproc}", "--batch_size", "5"]
+        done = run(["lockstep", "sample", "run", *command, *where], tmp_path)
+        assert done.returncode == 0, done.stderr
+        (picture,) = (tmp_path / f"made{nproc}").glob("*cfg2.5*.png")
+        pictures.append(picture.read_bytes())
+    assert pictures[0] == pictures[1]

@@ -10,24 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from ...recipe import Batch, Loss, Recipe, Split, Total
 from ...rng import Rng
-from .. import frechet, images
+from .. import frechet, grids, images
 from ..features import Unavailable
 from .model import CHANNELS, build, parse
 
 _CHUNK = 64
 """Samples that go through the model at once; guidance doubles it."""
-_FRAMES = 13
-_WIDEST = 32
-"""Most columns of a grid; with more classes than that, they go on in the next row."""
-_GAP = 2
-_FRAME_MS, _HOLD_MS = 120, 2000
-_GIF_ROWS, _GIF_COLOURS = 4, 128
-"""Noise hardly compresses: the first rows of the grid show the way as well, in a third of the bytes."""
 
 
 @dataclass
@@ -178,13 +170,22 @@ class DiTRecipe(Recipe):
         return {f"cfg{float(cfg)}": {"n": n, "cfg": float(cfg)} for cfg in self.options.sample_cfg}
 
     @torch.no_grad()
-    def sample(self, model: nn.Module, index: Tensor, rng: Rng, **settings: Any) -> Tensor:
+    def sample(
+        self,
+        model: nn.Module,
+        index: Tensor,
+        rng: Rng,
+        cfg: float = 2.5,
+        steps: int | None = None,
+        frames: int | None = None,
+        **settings: Any,
+    ) -> Tensor:
         """(n, frames, 3, S, S) in [0, 1]: the way from noise to image, the image last. Sample i has class i % classes.
 
-        Settings: `cfg`, the guidance (2.5); `steps` (sample_steps); `frames`, evenly spread over the way (13).
+        `cfg` is the guidance, `steps` are by default sample_steps, `frames` are evenly spread over the way (13).
         """
         chunks = [
-            self._trajectory(model, part % self.classes, Rng(keys), **settings)
+            self._trajectory(model, part % self.classes, Rng(keys), cfg, steps, frames or grids.FRAMES)
             for part, keys in zip(index.split(_CHUNK), rng.keys.split(_CHUNK), strict=True)
         ]
         return torch.cat(chunks)
@@ -196,11 +197,11 @@ class DiTRecipe(Recipe):
         rng: Rng,
         cfg: float = 2.5,
         steps: int | None = None,
-        frames: int = _FRAMES,
+        frames: int = grids.FRAMES,
     ) -> Tensor:
         side, steps = self.options.img_size, steps or self.options.sample_steps
         x = rng.normal("start", CHANNELS, side, side)
-        kept = [steps if frames == 1 else round(k * steps / (frames - 1)) for k in range(frames)]
+        kept = grids.kept_steps(steps, frames)
         states = {0: x}
         for i in range(steps):
             # Steps of 1/N start at 1, 1 − 1/N, ... 1/N: the end, t = 0, is reached and never evaluated.
@@ -221,17 +222,7 @@ class DiTRecipe(Recipe):
 
     def save_samples(self, samples: Tensor, path: Path) -> list[Path]:
         """A grid as PNG, one class a column, and the way from noise to it as GIF."""
-        columns = min(self.classes, _WIDEST, len(samples))
-        scale = max(1, round(64 / samples.shape[-1]))
-        # Not with_suffix: a name such as step100-cfg2.5 has a dot of its own.
-        png, gif = path.with_name(path.name + ".png"), path.with_name(path.name + ".gif")
-        png.parent.mkdir(parents=True, exist_ok=True)
-        _grid(samples[:, -1], columns, scale).save(png)
-        frames = samples[: _GIF_ROWS * columns].unbind(1)
-        first, *rest = [_grid(frame, columns, scale).quantize(_GIF_COLOURS) for frame in frames]
-        durations = [_FRAME_MS] * len(rest) + [_HOLD_MS]
-        first.save(gif, save_all=True, append_images=rest, duration=durations, loop=0)
-        return [png, gif]
+        return grids.save(samples, self.classes, path)
 
     @property
     def score_every(self) -> int:
@@ -264,17 +255,3 @@ class DiTRecipe(Recipe):
         self.options.sample_steps = 2
         self.options.sample_per_class = 1
         self.options.sample_cfg = self.options.sample_cfg[-1:]
-
-
-def _grid(images: Tensor, columns: int, scale: int) -> Image.Image:
-    """Images (n, 3, S, S) in [0, 1], row by row on white, each pixel `scale` pixels wide."""
-    side = images.shape[-1] * scale
-    pixels = (images.detach().cpu() * 255 + 0.5).to(torch.uint8)
-    pixels = pixels.repeat_interleave(scale, 2).repeat_interleave(scale, 3).permute(0, 2, 3, 1)
-    rows = -(-len(images) // columns)
-    pitch = side + _GAP
-    sheet = torch.full((rows * pitch + _GAP, columns * pitch + _GAP, CHANNELS), 255, dtype=torch.uint8)
-    for i, picture in enumerate(pixels):
-        top, left = i // columns * pitch + _GAP, i % columns * pitch + _GAP
-        sheet[top : top + side, left : left + side] = picture
-    return Image.fromarray(sheet.numpy())

@@ -1,0 +1,50 @@
+"""Image classification and segmentation: main.py --config configs/ddp_example.yaml --task train | test | predict.
+
+Start it with python, torchrun or run_ddp.sh. Flags beside --task are those of `lockstep train vision`; test and predict
+take the run of --resume or --out, or the newest one.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from lockstep import train, use
+from lockstep.cli import finish
+from lockstep.config import RUNS, Request, newest_run
+from lockstep.flags import parse
+from lockstep.recipe import find
+
+VisionRecipe = find("vision")
+
+
+def trained(request: Request) -> Path:
+    """The run to use."""
+    named = request.train.run.resume or request.train.run.out
+    path = newest_run(RUNS / VisionRecipe.name) if named in (None, "auto", "latest") else Path(named)
+    if path is None or not path.exists():
+        raise ValueError(f"there is no run {path or f'in {RUNS / VisionRecipe.name}'} yet; train first: --task train")
+    return path
+
+
+def run(task: str, flags: list[str]) -> int:
+    """Use what was trained; all ranks that torchrun started share the work."""
+    request = parse(VisionRecipe, flags, "main.py")
+    path, hardware = trained(request), request.train.hardware
+    # The best by its validation metric, where there is one.
+    best = "best" if (path / "checkpoints" / "best").exists() else "last"
+    words = ["--checkpoint", best, "--nproc", hardware.nproc, "--device", hardware.device]
+    if task == "test":
+        return use.test([str(path), *words])
+    if not request.options.input:
+        raise ValueError("say what to predict: --input FILE_OR_FOLDER")
+    return use.predict([str(path), request.options.input, *words])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--task", choices=["train", "test", "predict"], default="train")
+    known, flags = parser.parse_known_args()
+    if known.task == "train":
+        sys.argv[1:] = flags
+        train(VisionRecipe)
+    finish(lambda: run(known.task, flags))

@@ -1,0 +1,200 @@
+"""A folder of structure files, parsed once.
+
+    found = Library(Path("data/pdb"), Path("data/cache"))
+    found.chains                                 # of each chain its file, its number there and its length
+    found.load(7)                                # the item of chain 7
+    found.skipped                                # files without a usable chain, and why
+
+The cache holds, in a folder of its own, one safetensors file for each structure, named by the hash of its content, and
+an index that knows by path, size and time of change which one belongs to a file: a second start opens no structure at
+all. Everything is written beside under a name of its own and renamed, so any number of processes may start at once; as
+each begins at another file, they share the work.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from . import structures
+from .chain import ITEM
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the index knows of one file."""
+
+    size: int
+    changed: int
+    """Time of change in nanoseconds."""
+    content: str
+    """Hash of the file's content."""
+    lengths: tuple[int, ...] = ()
+    """Residues of each chain."""
+    why: str = ""
+    """The reason why there is no chain."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a chain is."""
+
+    file: str
+    """Relative to the folder."""
+    number: int
+    length: int
+
+
+class Library:
+    """The chains of all files under `folder`."""
+
+    def __init__(self, folder: Path, cache: Path):
+        self.folder = folder
+        self.cache = cache / f"chains-v{structures.PARSER}"
+        files = structure_files(folder)
+        if not files:
+            raise ValueError(
+                f"pdb_path {folder} holds no structure ({' '.join(structures.ENDINGS)}, also in sub-folders); "
+                "`lockstep data protein FOLDER` writes some"
+            )
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            self.entries = self._update(files)
+        except OSError as error:
+            raise ValueError(f"cache_dir {cache} cannot be used: {error.strerror}; give another --cache_dir") from None
+        self.skipped = {name: entry.why for name, entry in self.entries.items() if entry.why}
+        self.chains = [
+            Place(name, k, length)
+            for name, entry in sorted(self.entries.items())
+            for k, length in enumerate(entry.lengths)
+        ]
+
+    def _update(self, files: dict[str, Path]) -> dict[str, Entry]:
+        """The index, with whatever is new parsed."""
+        where = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
+        index = self.cache / f"index-{where}.json"
+        self.list_of_skipped = self.cache / f"skipped-{where}.txt"
+        known = _read_index(index)
+        entries = {name: entry for name, entry in known.items() if name in files and self._holds(files[name], entry)}
+        missing = sorted(files.keys() - entries.keys())
+        if missing:
+            structures.gemmi()  # without it every file would look broken
+        first = uuid.uuid4().int % len(missing) if missing else 0  # each process begins elsewhere
+        for name in missing[first:] + missing[:first]:
+            entries[name] = self._parse(files[name])
+        if entries != known:
+            text = json.dumps({name: asdict(entries[name]) for name in sorted(entries)}, indent=0)
+            _write_beside(index, lambda path: path.write_text(text))
+            skipped = "".join(f"{name}: {entry.why}\n" for name, entry in sorted(entries.items()) if entry.why)
+            _write_beside(self.list_of_skipped, lambda path: path.write_text(skipped))
+        return entries
+
+    def _holds(self, file: Path, entry: Entry) -> bool:
+        """Whether the index still speaks of this very file, and the cache has what it says."""
+        stat = file.stat()
+        same = (stat.st_size, stat.st_mtime_ns) == (entry.size, entry.changed)
+        return same and (bool(entry.why) or self._parsed(entry.content).is_file())
+
+    def _parsed(self, content: str) -> Path:
+        return self.cache / f"{content}.safetensors"
+
+    def _parse(self, file: Path) -> Entry:
+        stat = file.stat()
+        try:
+            content = hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+        except OSError as error:
+            return Entry(stat.st_size, stat.st_mtime_ns, "", why=f"cannot be read: {error.strerror}")
+        stamp = stat.st_size, stat.st_mtime_ns, content
+        parsed = self._parsed(content)
+        try:
+            if lengths := _lengths(parsed):
+                return Entry(*stamp, lengths)
+            chains = structures.read(file)
+        except ValueError as error:
+            return Entry(*stamp, why=str(error))
+        tensors = {f"{k}.{name}": getattr(c, name).contiguous() for k, c in enumerate(chains) for name in ITEM}
+        lengths = tuple(len(chain) for chain in chains)
+        listed = {"lengths": json.dumps(lengths)}
+        _write_beside(parsed, lambda path: safetensors.torch.save_file(tensors, path, listed))
+        return Entry(*stamp, lengths)
+
+    def load(self, i: int) -> dict[str, Tensor]:
+        """The item of chain i."""
+        place = self.chains[i]
+        parsed = self._parsed(self.entries[place.file].content)
+        try:
+            return _load(parsed, place.number)
+        except (OSError, safetensors.SafetensorError):
+            parsed.unlink(missing_ok=True)  # damaged or gone: make it again
+            entry = self._parse(self.folder / place.file if self.folder.is_dir() else self.folder)
+            if len(entry.lengths) <= place.number:
+                raise ValueError(f"{place.file} has changed while it was used: {entry.why}; start again") from None
+            return _load(parsed, place.number)
+
+
+def structure_files(folder: Path) -> dict[str, Path]:
+    """PDB and mmCIF files at any depth by relative path; what begins with a dot is not a user's. Or one file."""
+    if folder.is_file():
+        return {folder.name: folder} if folder.name.lower().endswith(structures.ENDINGS) else {}
+    found = {}
+    for place, inner, names in os.walk(folder, followlinks=True):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        for name in names:
+            if name.lower().endswith(structures.ENDINGS) and not name.startswith("."):
+                path = Path(place, name)
+                found[path.relative_to(folder).as_posix()] = path
+    return dict(sorted(found.items()))
+
+
+def plain_name(file: str) -> str:
+    """A file's name without folder and endings: `pdb/ab/1abc.cif.gz` is 1abc."""
+    name = Path(file).name
+    for ending in (".gz", ".pdb", ".ent", ".cif"):
+        name = name[: -len(ending)] if name.lower().endswith(ending) else name
+    return name
+
+
+def share_of(file: str) -> float:
+    """A number in [0, 1) that follows from the file's plain name alone: by it files go to training or to tests."""
+    digest = hashlib.sha256(plain_name(file).lower().encode()).digest()
+    return int.from_bytes(digest[:6], "big") / (1 << 48)
+
+
+def _load(parsed: Path, number: int) -> dict[str, Tensor]:
+    with safetensors.safe_open(parsed, framework="pt") as stored:
+        return {name: stored.get_tensor(f"{number}.{name}") for name in ITEM}
+
+
+def _lengths(parsed: Path) -> tuple[int, ...]:
+    """Of the chains in a parsed file; none if there is no such file or it is damaged."""
+    try:
+        with safetensors.safe_open(parsed, framework="pt") as stored:
+            return tuple(json.loads((stored.metadata() or {}).get("lengths", "[]")))
+    except (OSError, safetensors.SafetensorError):
+        return ()
+
+
+def _read_index(path: Path) -> dict[str, Entry]:
+    """What was known at the last start; nothing, if the index is missing or damaged."""
+    try:
+        listed = json.loads(path.read_text())
+        return {name: Entry(**{**e, "lengths": tuple(e["lengths"])}) for name, e in listed.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
+    """Write under a name that no other process has, then rename: a reader finds all of it or nothing."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write(beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,202 @@
+"""PDB and mmCIF files, read and written with gemmi.
+
+    chains = read(Path("1abc.cif.gz"))           # the protein chains of the first model
+    write(chains, values, Path("out.pdb"))       # values for the B-factor column
+
+What a file may hold besides one clean chain: several models (the first counts), atoms in alternate places (the one
+with the highest occupancy, residue by residue), missing atoms (marked as such), breaks (told by the distance from C to
+the next N, not by the numbers), modified residues (MSE is MET, others are unknown), insertion codes, and DNA, ligands
+and water (left out).
+"""
+
+import gzip
+import itertools
+import math
+import os
+import string
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .build import SIDE_ATOMS
+from .chain import Chain
+from .chemistry import BACKBONE, CHI_ATOMS, RESIDUES, SIDE_CHAINS, TORSIONS, UNKNOWN
+from .geometry import torsion
+
+PARSER = 1
+"""Raise it when the reader changes what it makes of a file: caches of older ones are then left alone."""
+ENDINGS = tuple(f"{ending}{packed}" for ending in (".pdb", ".ent", ".cif") for packed in ("", ".gz"))
+SHORTEST = 3
+"""Residues below which a chain is no protein."""
+_LONGEST_BOND = 2.0
+"""Å between C and N, above which they are not bonded."""
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
+_SAME = {"MSE": "MET"}
+_SAME_ATOM = {("MSE", "SE"): "SD"}
+
+_NOWHERE = (0.0, 0.0, 0.0)
+
+Point = tuple[float, float, float]
+Atoms = dict[str, Point]
+
+
+def gemmi() -> Any:
+    """The library, or how to get it."""
+    try:
+        import gemmi as library
+    except ImportError:
+        raise ValueError("PDB and mmCIF files are read with gemmi: pip install 'lockstep-train[protein]'") from None
+    return library
+
+
+def read(path: Path) -> list[Chain]:
+    """The protein chains of the first model; a ValueError says why there are none."""
+    library = gemmi()
+    try:
+        structure = _open(path, library)
+    except Exception as error:  # gemmi and gzip raise RuntimeError, ValueError, OSError, EOFError, zlib.error ...
+        raise ValueError(f"cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not len(structure) or not any(len(chain) for chain in structure[0]):
+        raise ValueError("holds no atoms")
+    structure.setup_entities()
+    made = [_chain(chain, library) for chain in structure[0]]
+    chains = [chain for chain in made if chain is not None]
+    if not chains:
+        raise ValueError(f"holds no protein chain of {SHORTEST} residues or more")
+    return chains
+
+
+def _open(path: Path, library: Any) -> Any:
+    """Unpacked here: Python's gzip knows a file that ends too early."""
+    name, content = path.name.lower(), path.read_bytes()
+    if name.endswith(".gz"):
+        name, content = name.removesuffix(".gz"), gzip.decompress(content)
+    text = content.decode("utf-8", errors="replace")
+    if name.endswith(".cif"):
+        return library.make_structure_from_block(library.cif.read_string(text)[0])
+    return library.read_pdb_string(text)
+
+
+def _chain(chain: Any, library: Any) -> Chain | None:
+    residues = [atoms for atoms in _residues(chain, library) if "CA" in atoms[2]]
+    if len(residues) < SHORTEST:
+        return None
+    size = len(residues)
+    kinds = [RESIDUES.index(kind) if kind in RESIDUES else UNKNOWN for _, kind, _ in residues]
+    backbone = torch.tensor([[atoms.get(name, _NOWHERE) for name in BACKBONE] for _, _, atoms in residues])
+    present = torch.tensor([[name in atoms for name in BACKBONE] for _, _, atoms in residues])
+    chi, has_chi = torch.zeros(size, TORSIONS), torch.zeros(size, TORSIONS, dtype=torch.bool)
+    found = [(i, k, four) for i, (_, kind, atoms) in enumerate(residues) for k, four in _fours(kind, atoms)]
+    if found:
+        rows, columns = torch.tensor([i for i, _, _ in found]), torch.tensor([k for _, k, _ in found])
+        points = torch.tensor([four for _, _, four in found], dtype=torch.float64)
+        chi[rows, columns] = torsion(*points.unbind(1)).rad2deg().float()
+        has_chi[rows, columns] = True
+    return Chain(
+        name=chain.name,
+        residue=torch.tensor(kinds),
+        backbone=backbone,
+        present=present,
+        linked=_linked(backbone, present),
+        chi=chi,
+        has_chi=has_chi,
+        numbers=[number for number, _, _ in residues],
+    )
+
+
+def _residues(chain: Any, library: Any) -> Iterable[tuple[str, str, Atoms]]:
+    """Number, name and atoms of each amino acid of the polymer, in the order of the file."""
+    polymer = library.EntityType.Polymer
+    rivals: dict[str, list[Any]] = {}  # residues of the same number: a point mutation in part of the crystal
+    for residue in chain:
+        if residue.entity_type in (polymer, library.EntityType.Unknown) and _is_amino_acid(residue, library):
+            number = f"{residue.seqid.num}{residue.seqid.icode}".strip()
+            rivals.setdefault(number, []).append(residue)
+    for number, group in rivals.items():
+        residue = max(group, key=lambda r: max((a.occ for a in r if a.name == "CA"), default=0.0))
+        yield number, _SAME.get(residue.name, residue.name), _atoms(residue)
+
+
+def _is_amino_acid(residue: Any, library: Any) -> bool:
+    """By what it is called, or, for names that nobody knows, by what it is made of."""
+    if not any(atom.name == "CA" and atom.element.name == "C" for atom in residue):
+        return False  # a calcium ion is called CA as well
+    known = library.find_tabulated_residue(residue.name)
+    names = {atom.name for atom in residue}
+    return known.is_amino_acid() if known.found() else bool({"N", "C"} <= names)
+
+
+def _atoms(residue: Any) -> Atoms:
+    """One place for each atom: that of the alternative that most of the residue is in, if the atom has it."""
+    total: dict[str, float] = {}
+    for atom in residue:
+        if atom.altloc != "\0":
+            total[atom.altloc] = total.get(atom.altloc, 0.0) + atom.occ
+    chosen = max(sorted(total), key=total.__getitem__) if total else ""
+    best: dict[str, tuple[bool, float]] = {}
+    places: Atoms = {}
+    for atom in residue:
+        name = _SAME_ATOM.get((residue.name, atom.name), atom.name)
+        rank = (atom.altloc in ("\0", chosen), atom.occ)
+        if name not in best or rank > best[name]:
+            best[name], places[name] = rank, (atom.pos.x, atom.pos.y, atom.pos.z)
+    return places
+
+
+def _fours(kind: str, atoms: Atoms) -> Iterable[tuple[int, list[Point]]]:
+    """Number and atoms of the side-chain torsions that can be measured."""
+    path = CHI_ATOMS.get(kind, ())
+    for k in range(len(path) - 3):
+        if all(name in atoms for name in path[k : k + 4]):
+            yield k, [atoms[name] for name in path[k : k + 4]]
+
+
+def _linked(backbone: Tensor, present: Tensor) -> Tensor:
+    """(L,): whether the C of the residue before is bonded to this N."""
+    length = (backbone[1:, 0] - backbone[:-1, 2]).norm(dim=-1)
+    bonded = (length < _LONGEST_BOND) & present[1:, 0] & present[:-1, 2]
+    return torch.cat([torch.zeros(1, dtype=torch.bool), bonded])
+
+
+def write(chains: Sequence[Chain], values: Sequence[Tensor], path: Path) -> None:
+    """Chains with their side-chain atoms, as PDB, with the `values` (L, 14) of each in the B-factor column.
+
+    The values are those of N, CA, C, O and of the side chain's atoms in the order of SIDE_CHAINS.
+    """
+    lines: list[str] = []
+    letters = _letters([chain.name for chain in chains])
+    for letter, chain, column in zip(letters, chains, values, strict=True):
+        lines += _lines(chain, letter, column, len(lines) + 1)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text("\n".join([*lines, "END", ""]))
+    beside.replace(path)
+
+
+def _letters(names: list[str]) -> list[str]:
+    """One letter for each chain: its own name if it is one, else one that is free."""
+    taken = [name for name in names if len(name) == 1]
+    free = itertools.chain((x for x in _LETTERS if x not in taken), itertools.cycle(_LETTERS))
+    return [name if len(name) == 1 else next(free) for name in names]
+
+
+def _lines(chain: Chain, letter: str, values: Tensor, serial: int) -> list[str]:
+    assert chain.sides is not None and values.shape == (len(chain), len(BACKBONE) + SIDE_ATOMS)
+    places, columns = torch.cat([chain.backbone, chain.sides], dim=1).tolist(), values.tolist()
+    lines: list[str] = []
+    for i, kind in enumerate(chain.residue.tolist()):
+        name = RESIDUES[kind] if kind < UNKNOWN else "UNK"
+        number = chain.numbers[i].rstrip(string.ascii_letters)
+        code = chain.numbers[i][len(number) :] or " "
+        where = f"{name:>3} {letter}{int(number) % 10_000 if int(number) > 0 else int(number):4d}{code}"
+        there = [*chain.present[i].tolist(), *[True] * SIDE_ATOMS]
+        names = [*BACKBONE, *(atom.name for atom in SIDE_CHAINS.get(name, []))]
+        for atom, has, (x, y, z), value in zip(names, there, places[i], columns[i], strict=False):
+            if has and math.isfinite(x):
+                at = f"{x:8.3f}{y:8.3f}{z:8.3f}{1:6.2f}{value:6.2f}"
+                lines.append(
+                    f"ATOM  {(serial + len(lines)) % 100_000:5d}  {atom:<3} {where}   {at}          {atom[0]:>2}"
+                )
+    return [*lines, f"TER   {(serial + len(lines)) % 100_000:5d}      {where}"]

@@ -1,0 +1,211 @@
+"""The networks: ResNet 18, 34 and 50, ViT-S, UNet; normalised pixels in, logits out.
+
+    build("resnet18", classes=10, side=32)       # (n, 3, S, S) -> (n, K)
+    build("unet", classes=11, side=32, width=8)  # (n, 3, S, S) -> (n, K, S, S)
+
+Parameters have the names of torchvision (ResNet) and timm (ViT), so that their ImageNet weights load as they are.
+
+Legend: n samples, S pixels a side, K classes, L tokens, D width of a token, H heads.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..resnet import DEPTHS, Basic, Bottleneck
+
+RESNETS = {"resnet18": 18, "resnet34": 34, "resnet50": 50}
+NAMES = (*RESNETS, "vit_s", "unet")
+STEMS = ("auto", "imagenet", "small", "pooled")
+HEADS = ("fc", "head", "last")
+"""The modules that give one value a class: what pretrained weights of other classes have no use for."""
+SMALL = 64
+"""Largest side for which a stem keeps the resolution."""
+_VIT_DEPTH, _VIT_HEADS = 12, 6
+_UNET_LEVELS = 5
+
+
+def build(
+    name: str, *, classes: int, side: int, width: int = 64, stem: str = "auto", patch: int | None = None
+) -> nn.Module:
+    """The model of that name, freshly initialised."""
+    if name == "unet":
+        if side < 1 << _UNET_LEVELS - 1:
+            raise ValueError(f"a unet halves its images four times: img_size is at least 16, not {side}")
+        return UNet(classes, width)
+    if name == "vit_s":
+        return ViT(classes, side, patch or patch_for(side), _VIT_HEADS * width)
+    return ResNetClassifier(RESNETS[name], classes, stem_for(side) if stem == "auto" else stem, width)
+
+
+def stem_for(side: int) -> str:
+    return "small" if side <= SMALL else "imagenet"
+
+
+def patch_for(side: int) -> int:
+    """16, as published; small images are cut finer, into at least 7 × 7 patches."""
+    return 16 if side > SMALL else next((p for p in (8, 4, 2) if side % p == 0 and side // p >= 7), 1)
+
+
+class ResNetClassifier(nn.Module):
+    """A ResNet with its head. `width` is the channels of the first stage, 64 as published.
+
+    Stems: `imagenet`, 7×7 of stride 2 and a pooling; `small`, 3×3 that keeps the resolution; `pooled`, that and a
+    pooling, at a quarter of the cost.
+    """
+
+    def __init__(self, layers: int, classes: int, stem: str, width: int):
+        super().__init__()
+        block: type[Basic] | type[Bottleneck] = Basic if layers < 50 else Bottleneck
+        self.stem = stem
+        large = stem == "imagenet"
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        channels = width
+        for stage, depth in enumerate(DEPTHS[layers]):
+            blocks = list[nn.Module]()
+            for i in range(depth):
+                blocks.append(block(channels, width << stage, 2 if stage and i == 0 else 1, 1))
+                channels = (width << stage) * block.expansion
+            setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
+        self.fc = nn.Linear(channels, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        if self.stem != "small":
+            x = F.max_pool2d(x, 3, 2, 1)
+        for stage in range(1, 5):
+            x = self.get_submodule(f"layer{stage}")(x)
+        return self.fc(x.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, width = x.shape
+        q, k, v = self.qkv(x).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, width))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = Mlp(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, patch: int, width: int):
+        super().__init__()
+        self.proj = nn.Conv2d(3, width, patch, patch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)  # (n, L, D)
+
+
+class ViT(nn.Module):
+    """A vision transformer with a class token and learned positions."""
+
+    def __init__(self, classes: int, side: int, patch: int, width: int, depth: int = _VIT_DEPTH):
+        super().__init__()
+        if side % patch:
+            raise ValueError(
+                f"img_size is a multiple of the patch size {patch}, not {side}; {side // patch * patch} is"
+            )
+        self.patch_embed = PatchEmbed(patch, width)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.empty(1, 1 + (side // patch) ** 2, width))
+        self.blocks = nn.Sequential(*(Block(width, _VIT_HEADS) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, classes)
+        for parameter in (self.cls_token, self.pos_embed):
+            nn.init.trunc_normal_(parameter, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patch_embed(x)
+        tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], dim=1) + self.pos_embed
+        return self.head(self.norm(self.blocks(tokens))[:, 0])
+
+
+def _double(inputs: int, outputs: int) -> nn.Sequential:
+    """Two 3×3 convolutions, each with norm and ReLU."""
+    layers = list[nn.Module]()
+    for channels in (inputs, outputs):
+        layers += [nn.Conv2d(channels, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    """Five levels, `width` channels at the first (64 as published) and sixteen times that at the last; bilinear up."""
+
+    def __init__(self, classes: int, width: int = 64):
+        super().__init__()
+        widths = [width << level for level in range(_UNET_LEVELS)]
+        self.down = nn.ModuleList(_double(i, o) for i, o in zip([3, *widths], widths, strict=False))
+        self.up = nn.ModuleList(_double(widths[k] + widths[k + 1], widths[k]) for k in reversed(range(len(widths) - 1)))
+        self.last = nn.Conv2d(width, classes, 1)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d) and module is not self.last:
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for level, block in enumerate(self.down):
+            x = block(F.max_pool2d(x, 2) if level else x)
+            kept.append(x)
+        for block, skip in zip(self.up, reversed(kept[:-1]), strict=True):
+            # To the size of what it joins, which an odd side makes one more than twice its own.
+            x = F.interpolate(x, size=skip.shape[-2:], mode="bilinear", align_corners=False)
+            x = block(torch.cat([skip, x], dim=1))
+        return self.last(x)
+
+
+def count_flops(model: nn.Module, side: int) -> dict[str, int]:
+    """Floating-point operations of one image forward, by module and under "" in all; nothing is computed.
+
+    A multiplication and an addition count as two. `model` lives on the meta device.
+    """
+    model.eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, side, side, device="meta"))
+    own = {name.partition(".")[2]: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    return own | {"": counter.get_total_flops()}
+
+
+def summary(model: nn.Module, side: int) -> str:
+    """A line for each part of the model: its parameters and operations. `model` lives on the meta device."""
+    flops = count_flops(model, side)
+    parts = [(name, child) for name, child in model.named_children()]
+    rows = [(name, sum(p.numel() for p in child.parameters()), flops.get(name, 0)) for name, child in parts]
+    rows.append(("in all", sum(p.numel() for p in model.parameters()), flops[""]))
+    lines = [f"{name:14}{count:>14,}{operations / 1e6:>14,.1f}" for name, count, operations in rows]
+    return "\n".join([f"{'part':14}{'parameters':>14}{'MFLOPs/image':>14}", *lines])
