@@ -76,8 +76,8 @@ class Job:
         if self.shares_batch_norm and self.world.size > 1:
             if wanted == "on":
                 raise ValueError(
-                    "a model whose BatchNorm is shared over ranks is not compiled: two NCCL ranks were seen to train it "
-                    "differently; use --compile off, or --sync_bn off"
+                    "a model whose BatchNorm is shared over ranks is not compiled: two NCCL ranks were seen to train "
+                    "it differently; use --compile off, or --sync_bn off"
                 )
             return False
         return {"auto": self.world.device.type == "cuda", "on": True, "off": False}[wanted]

@@ -83,6 +83,8 @@ class DiTOptions:
 
 
 class DiTRecipe(Recipe):
+    """Diffusion transformer with register tokens, trained by rectified flow."""
+
     Options: ClassVar[type] = DiTOptions
     options: DiTOptions
     defaults = {

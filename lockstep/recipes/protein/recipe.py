@@ -87,6 +87,8 @@ class ProteinOptions:
 
 
 class ProteinRecipe(Recipe):
+    """Side-chain fragments and torsions from backbone geometry, by masking."""
+
     Options: ClassVar[type] = ProteinOptions
     options: ProteinOptions
     defaults = {
