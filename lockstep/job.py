@@ -32,6 +32,8 @@ class Job:
         self.recipe: Recipe = request.recipe(request.options)
         if request.smoke:
             self.recipe.smoke()
+        self.weighs = type(self.recipe).weigh is not Recipe.weigh
+        """Whether its loss has several terms."""
         self.data = self.recipe.dataset("train")
         self.validation = self.recipe.dataset("val")
         if self.data is None:
@@ -113,10 +115,8 @@ class Job:
             self.recipe, self.data, self.stream, self.world, self.sizes, self.step, workers, dtype
         )
 
-    def weighed(self, micros: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], dict[str, Tensor] | None]:
+    def weighed(self, micros: Iterable[MicroBatch]) -> tuple[list[MicroBatch], dict[str, Tensor]]:
         """The micro-batches of a step, and for a loss of several terms what each is a mean over, by sample."""
-        if type(self.recipe).weigh is Recipe.weigh:
-            return micros, None
         micros, sums = list(micros), dict[str, Tensor]()
         for micro in micros:
             if len(micro.indices):
@@ -135,7 +135,7 @@ class Job:
         if micro.error:
             raise ValueError(micro.error)
         micro = loader.to_device(micro, self.world.device, self.precision.dtype)
-        _, per_sample = self.weighed([micro])
+        per_sample = self.weighed([micro])[1] if self.weighs else None
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.train()
         with torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else []):

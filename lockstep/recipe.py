@@ -16,7 +16,7 @@ The rest has defaults. What the engine does with them, in order:
     every step:         augment(item), collate(items) in the loader; loss() forward and backward; the update
     every eval_every:   evaluate_batch() on each batch of dataset("val"), summed over all ranks; metrics() of the sums
     every sample_every: sample() on each rank's share; save_samples() on rank 0
-    every score_every:  score(), for values that need generated samples; also at the end
+    every score_every:  score(), for values that need generated samples
     lockstep test:      test_batch(), metrics() on dataset("test"); save_test() on rank 0
     lockstep predict:   inputs(path); predict_batch() on each batch; save_predictions() on rank 0, in order
     lockstep data:      write_data(folder), the embedded data in the form that dataset() reads
@@ -177,7 +177,7 @@ class Recipe(ABC):
 
     @property
     def score_every(self) -> int:
-        """Steps between two calls of `score`; 0: never, not even at the end."""
+        """Steps between two calls of `score`; a run at least that long ends with one. 0: never."""
         return 0
 
     def score(self, model: nn.Module, total: Total, folder: Path) -> tuple[dict[str, float], str | None]:

@@ -94,7 +94,7 @@ class Trainer(Job):
         """One optimizer update from one global batch."""
         before, short, self.replica.buckets.issued = self.totals.sums.copy(), False, 0
         try:
-            micros, per_sample = self.weighed(self.loader.step())
+            micros, per_sample = self.weighed(self.loader.step()) if self.weighs else (self.loader.step(), None)
             for micro in micros:
                 if not len(micro.indices):
                     continue  # more micro-batches than samples on this rank; never the last one
@@ -348,7 +348,7 @@ class Trainer(Job):
             self._export()
         if done:
             self._sample()
-        if done and self.recipe.score_every:
+        if done and 0 < self.recipe.score_every <= self.step:
             self._score()
         del self.replica, self.loader
         return Outcome(self.step, self.place.folder, stopped_by, self.made)

@@ -43,7 +43,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_the_same(tmp_path: Path, w
     assert run(["lockstep", "train", TINY, *flags, "--out", "whole"], tmp_path).returncode == 0
     chance = random.Random(whom)
     killed = 0
-    for _ in range(8):
+    for _ in range(4):
         command = ["lockstep", "train", TINY, *flags, "--out", "parts", "--resume", "auto"]
         process = started(command, tmp_path)
         wait_for(process, "step ")
@@ -101,7 +101,7 @@ def test_resumed_on_another_world_it_ends_the_same(ranks, tmp_path: Path, before
 
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> None:
-    steps = 600
+    steps = 300
     flags = [*LONG, "--n_steps", str(steps), "--save_every", "5", "--keep", "2", "--nproc", "2"]
     assert run(["lockstep", "train", TINY, *flags, "--out", "whole"], tmp_path).returncode == 0
     process = started(["lockstep", "train", TINY, *flags, "--out", "parts", "--max_restarts", "3"], tmp_path)

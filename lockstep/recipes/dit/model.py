@@ -48,10 +48,14 @@ def parse(name: str) -> tuple[Size, int]:
     return SIZES[size], int(patch)
 
 
-def build(name: str, *, side: int, classes: int, registers: int = 0, qk_norm: bool = False) -> "DiT":
-    """The model of that name, freshly initialised."""
-    size, patch = parse(name)
-    return DiT(*size, patch=patch, side=side, classes=classes, registers=registers, qk_norm=qk_norm)
+def build(
+    name: str, *, side: int, classes: int, registers: int = 0, qk_norm: bool = False, depth: int | None = None
+) -> "DiT":
+    """The model of that name, freshly initialised, or one of another depth."""
+    (width, blocks, heads), patch = parse(name)
+    return DiT(
+        width, depth or blocks, heads, patch=patch, side=side, classes=classes, registers=registers, qk_norm=qk_norm
+    )
 
 
 def sincos_positions(width: int, rows: int) -> Tensor:

@@ -28,6 +28,8 @@ class DiTOptions:
     """Size and patch size: DiT-{Nano,Ti,S,B,L,XL}/{2,4,8}."""
     num_register_tokens: int = 0
     """Learned tokens beside the patches, for what belongs to no place in the image."""
+    depth: int | None = None
+    """Blocks; by default as many as the size has."""
     img_size: int = 32
     """Pixels a side."""
     data_path: str | None = None
@@ -45,7 +47,7 @@ class DiTOptions:
     sample_steps: int = 50
     """Euler steps from noise to image."""
     fid_every: int = 50_000
-    """Steps between two measurements of how far samples are from the data; also at the end. 0: never."""
+    """Steps between two measurements of how far samples are from the data; a run that long also ends with one."""
     fid_samples: int = 10_000
     """Samples of the averaged weights that are compared with the whole training set."""
     fid_weights: str | None = None
@@ -62,6 +64,8 @@ class DiTOptions:
                 f"img_size is at least 8 and a multiple of the patch size {patch} of {self.model}, not {self.img_size};"
                 f" {max(8, self.img_size // patch * patch)} would do"
             )
+        if self.depth is not None and self.depth < 1:
+            raise ValueError(f"depth is at least 1, not {self.depth}; leave it out for that of {self.model}")
         if self.num_register_tokens < 0:
             raise ValueError(f"num_register_tokens is 0 or more, not {self.num_register_tokens}; 4 or 8 are usual")
         if not 0 <= self.label_dropout < 1:
@@ -150,6 +154,7 @@ class DiTRecipe(Recipe):
             classes=self.classes,
             registers=self.options.num_register_tokens,
             qk_norm=self.options.qk_norm,
+            depth=self.options.depth,
         )
 
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
@@ -252,7 +257,13 @@ class DiTRecipe(Recipe):
         """The embedded shapes as an image folder, one sub-folder a class."""
         return images.write_folder(folder, {"train": 2_000, "val": 200}, self.options.img_size)
 
+    def describe_model(self, model: nn.Module) -> str:
+        (_, blocks, _), _ = parse(self.options.model)
+        return f"{self.options.model}, {self.options.depth or blocks} of {blocks} blocks"
+
     def smoke(self) -> None:
+        """Two blocks show what twelve do, and several ranks of a try-out share one machine's memory and disk."""
+        self.options.depth = min(2, self.options.depth or parse(self.options.model)[0][1])
         self.options.fid_every = 0
         self.options.sample_steps = 2
         self.options.sample_per_class = 1
