@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -259,15 +259,18 @@ def _keep_watch(store: dist.Store, period: float = 1.0, grace: float = 5.0) -> N
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def watch() -> None:
-        nonlocal agent
-        pause = threading.Event()
-        with suppress(Exception):  # no store any more: the group is gone, and so is our task
-            while not store.check([_FAILED]):
-                pause.wait(period)
-                if agent is not None and os.getppid() != agent:
-                    agent = None
-                    os.kill(os.getpid(), signal.SIGTERM)
-            pause.wait(grace)
-            os._exit(1)
+        pause, silent = threading.Event(), 0
+        while silent < 2:  # no store any more, and yet the agent is there: the group is gone, and so is our task
+            pause.wait(period)
+            if agent is not None and os.getppid() != agent:  # its store has gone with it
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            try:
+                if store.check([_FAILED]):
+                    pause.wait(grace)
+                    os._exit(1)
+                silent = 0
+            except Exception:
+                silent += 1
 
     threading.Thread(target=watch, name="lockstep-watch", daemon=True).start()
