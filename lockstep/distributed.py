@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -233,8 +233,9 @@ def disconnect(world: World) -> None:
     """Leave the group. Wrapped models must be gone by now: a live DDP object makes gloo abort at exit."""
     if dist.is_initialized():
         gc.collect()
-        world.barrier()
-        dist.destroy_process_group()
+        with suppress(Exception):  # all work is done: a launcher that is gone, and its store with it, spoils nothing
+            world.barrier()
+            dist.destroy_process_group()
 
 
 def pick_device(hardware: Hardware, local_rank: int) -> torch.device:
