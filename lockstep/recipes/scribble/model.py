@@ -91,14 +91,10 @@ def _unit(inputs: int, outputs: int, kernel: int, dilation: int = 1) -> nn.Seque
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
 
 
-class Head(nn.Module):
-    """From the features of the backbone's four stages to class scores on a coarser grid."""
-
-    def forward(self, stages: list[Tensor]) -> Tensor:
-        raise NotImplementedError
+# Heads: from the features of the backbone's four stages to class scores on a coarser grid.
 
 
-class AsppHead(Head):
+class AsppHead(nn.Module):
     """ASPP straight to classes."""
 
     def __init__(self, channels: int, classes: int):
@@ -110,7 +106,7 @@ class AsppHead(Head):
         return out
 
 
-class SumHead(Head):
+class SumHead(nn.Module):
     """DeepLabv2: 3×3 convolutions to classes at four dilations, added up."""
 
     def __init__(self, channels: int, classes: int):
@@ -127,7 +123,7 @@ class SumHead(Head):
         return torch.stack([branch(stages[-1]) for branch in self.branches]).sum(0)
 
 
-class DecoderHead(Head):
+class DecoderHead(nn.Module):
     """DeepLabv3+: ASPP, then two 3×3 convolutions at stride 4 together with the first stage's features."""
 
     def __init__(self, channels: int, low: int, classes: int):
@@ -146,7 +142,7 @@ class DecoderHead(Head):
 class Segmenter(nn.Module):
     """Images (N, 3, H, W), normalised, to class scores (N, K, H, W)."""
 
-    def __init__(self, backbone: ResNet, head: Head, lorm: LoRM | None):
+    def __init__(self, backbone: ResNet, head: nn.Module, lorm: LoRM | None):
         super().__init__()
         self.backbone = backbone
         self.head = head
