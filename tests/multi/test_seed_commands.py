@@ -194,14 +194,15 @@ def test_the_scripts_take_ports_and_process_counts_from_the_environment(tmp_path
 
 
 @pytest.mark.slow
-def test_the_debuggers_settings_train_one_rank(folders: dict[str, Path]) -> None:
-    text = (folders["scribble"] / ".vscode/launch.json").read_text()
+def test_the_debuggers_settings_train_one_rank(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["scribble"], tmp_path / "scribble")
+    text = (folder / ".vscode/launch.json").read_text()
     settings = json.loads(re.sub(r"^\s*//.*$", "", text, flags=re.M))
     (debug,) = [c for c in settings["configurations"] if c["name"] == "Debug DDP Training"]
     variables = {**debug["env"], "MASTER_PORT": str(free_port())}
     command = [sys.executable, *debug["program"].replace("${workspaceFolder}/", "").split(), *debug["args"]]
     done = subprocess.run(
-        command, cwd=folders["scribble"], env=environment(LOCKSTEP_SMOKE="2", **variables), capture_output=True,
+        command, cwd=folder, env=environment(LOCKSTEP_SMOKE="2", **variables), capture_output=True,
         text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
