@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import multiprocessing
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -291,22 +292,21 @@ def test_a_test_leaves_tables_and_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_real_structures_are_read(tmp_path: Path) -> None:
-    """The files of Biopython's own tests; LOCKSTEP_PDB names another folder of structures."""
-    import os
-
-    folder = os.environ.get("LOCKSTEP_PDB")
-    if not folder:
-        pytest.skip("LOCKSTEP_PDB names no folder of structures (Biopython's source archive has one, Tests/PDB)")
-    library = Library(Path(folder), tmp_path)
-    residues = sum(place.length for place in library.chains)
-    print(f"{len(library.entries)} files, {len(library.chains)} chains of {residues} residues")
-    print(f"{len(library.skipped)} skipped:", *library.skipped.items(), sep="\n  ")
-    assert library.chains and len(library.skipped) < len(library.entries)
+def test_real_structures_are_read_the_same_from_pdb_and_mmcif(tmp_path: Path) -> None:
+    """The structures that come with the package tmtools: 2GTL and 7OK9, in both formats."""
+    library = Library(Path(str(files("tmtools"))) / "data", tmp_path)
+    assert [len(library.entries), len(library.chains), len(library.skipped)] == [4, 74, 0]
+    chains = {}
     for i, place in enumerate(library.chains):
         item = library.load(i)
+        chains[place.file, place.number] = item
         assert len(item["residue"]) == place.length and item["present"][:, 1].all()
         assert all(torch.isfinite(x).all() for x in item.values())
         bonded = item["linked"].nonzero().flatten()
         length = (item["backbone"][bonded, 0] - item["backbone"][bonded - 1, 2]).norm(dim=-1)
         assert len(bonded) == 0 or length.max() < 2
+    for (file, number), item in chains.items():
+        twin = chains[file.replace(".cif", ".pdb"), number]
+        for name in ("residue", "present", "linked", "has_chi"):
+            assert torch.equal(item[name], twin[name]), (file, number, name)
+        torch.testing.assert_close(item["backbone"], twin["backbone"], rtol=0, atol=2e-3)
