@@ -7,6 +7,7 @@ lockstep test RUN                    metrics on the test set
 lockstep verify RECIPE               show that one rank and many train the same model
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -117,8 +118,12 @@ def finish(act: Callable[[], int]) -> None:
         _say(f"lockstep: {_rank()}{lost}" if lost else f"{_rank()}{traceback.format_exc()}")
     sys.stdout.flush()
     sys.stderr.flush()
-    if status and "RANK" in os.environ:
-        os._exit(status)  # other ranks may be gone: whatever would still talk to them at exit must not
+    if "RANK" in os.environ:
+        # Other ranks may be gone, and nothing must talk to them any more; and gloo's threads, though the group was left
+        # in order, now and then abort the process while the interpreter takes itself apart.
+        if status == 0:
+            atexit._run_exitfuncs()
+        os._exit(status)
     sys.exit(status)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..distributed import World
+from .agreement import disagreement
 from .drift import checksums, differing
 from .ledger import Ledger
 
@@ -34,10 +35,10 @@ class Watch:
             raise OutOfLockstep(wrong)
 
     def _verdict(self, step: int, ranks: list[dict[str, Any]]) -> str | None:
-        for name, value in ranks[0]["facts"].items():
-            for rank, other in enumerate(ranks):
-                if other["facts"][name] != value:
-                    return f"at step {step} {name} is {value} on rank 0 but {other['facts'][name]} on rank {rank}"
+        facts = [rank["facts"] for rank in ranks]
+        if found := disagreement(facts):
+            name, other = found
+            return f"at step {step} {name} is {facts[0][name]} on rank 0 but {facts[other][name]} on rank {other}"
         difference = differing([rank["weights"] for rank in ranks])
         if difference:
             name, count, rank = difference

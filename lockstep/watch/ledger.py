@@ -29,6 +29,11 @@ Entry = tuple[int, int]
 """How many samples, and the sum of their hashes modulo 2^64."""
 
 
+def tally(index: NDArray[np.int64]) -> Entry:
+    """The entry for these samples."""
+    return len(index), _sum(index)
+
+
 class Ledger:
     """What one rank used since it was last asked, and on rank 0 the books of all of them."""
 
@@ -47,8 +52,7 @@ class Ledger:
             return {}
         epoch = np.concatenate([part.epoch for _, part in used])
         index = np.concatenate([part.index for _, part in used])
-        chosen = {int(e): index[epoch == e] for e in np.unique(epoch)}
-        return {e: (len(part), _sum(part)) for e, part in chosen.items()}
+        return {int(e): tally(index[epoch == e]) for e in np.unique(epoch)}
 
     def post(self, entries: list[dict[int, Entry]]) -> str | None:
         """Enter what all ranks used; what is wrong with it, if anything."""

@@ -36,30 +36,29 @@ def ranks_of(process: subprocess.Popen[Any]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["one rank", "all"])
-def test_killed_at_random_moments_and_resumed_it_ends_the_same(tmp_path: Path, whom: str) -> None:
-    steps = 300
+def test_killed_at_random_moments_and_resumed_it_ends_the_same(tmp_path: Path) -> None:
+    steps = 240
     flags = [*LONG, "--n_steps", str(steps), "--save_every", "3", "--keep", "2", "--nproc", "2"]
     assert run(["lockstep", "train", TINY, *flags, "--out", "whole"], tmp_path).returncode == 0
-    chance = random.Random(whom)
+    chance = random.Random(0)
     killed = 0
-    for _ in range(4):
+    for attempt in range(6):
         command = ["lockstep", "train", TINY, *flags, "--out", "parts", "--resume", "auto"]
         process = started(command, tmp_path)
         wait_for(process, "step ")
-        deadline = time.monotonic() + chance.random() * 0.8
+        deadline = time.monotonic() + chance.random() * 0.5
         while time.monotonic() < deadline and process.poll() is None:
             os.sched_yield()
         if process.poll() is not None:
             break
         victims = ranks_of(process)
-        for victim in victims[:1] if whom == "one rank" else [*victims, process.pid]:
+        for victim in victims[:1] if attempt % 2 else [*victims, process.pid]:
             os.kill(victim, signal.SIGKILL)
         killed += 1
         process.communicate(timeout=60)
     done = run(["lockstep", "train", TINY, *flags, "--out", "parts", "--resume", "auto"], tmp_path)
     assert done.returncode == 0 or "nothing left to do" in done.stderr, done.stderr
-    assert killed >= 2
+    assert killed >= 3
     assert_same_end(tmp_path / "whole", tmp_path / "parts", steps)
     proven = [x["epochs_proven"] for x in lines(tmp_path / "parts") if "epochs_proven" in x][-1]
     assert proven == steps * 24 // 331

@@ -265,6 +265,6 @@ class DiTRecipe(Recipe):
         """Two blocks show what twelve do, and several ranks of a try-out share one machine's memory and disk."""
         self.options.depth = min(2, self.options.depth or parse(self.options.model)[0][1])
         self.options.fid_every = 0
-        self.options.sample_steps = 2
+        self.options.sample_steps = 1
         self.options.sample_per_class = 1
         self.options.sample_cfg = self.options.sample_cfg[-1:]

@@ -276,6 +276,6 @@ class JiTRecipe(Recipe):
     def smoke(self) -> None:
         """Two blocks show what twelve do, in a sixth of the memory: several ranks of a try-out share one machine."""
         self.options.depth = min(2, self.options.depth or parse(self.options.model)[0].depth)
-        self.options.sample_steps = 2
+        self.options.sample_steps = 1
         self.options.sample_per_class = 1
         self.options.sample_cfg = self.options.sample_cfg[-1:]

@@ -1,0 +1,171 @@
+"""Ranks call the same collectives in the same order, take as many steps, and come to an end."""
+
+import ast
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ..catalog import Finding, finding
+from ..trace import Rank, Record, Site, Trace, where
+
+_CONDITIONS = ("rank", "main", "master", "zero", "primary", "leader")
+
+
+def judge(trace: Trace) -> Iterator[Finding]:
+    if trace.world == 1:
+        yield from _crashes(trace)
+        return
+    guarded = _mismatch(trace)
+    if guarded and _depends_on_rank(guarded.at):
+        yield guarded
+    else:
+        uneven = _uneven(trace)
+        if uneven:
+            yield uneven
+        elif guarded:
+            yield guarded
+    if trace.hung:
+        yield finding("hangs", "the ranks wait for each other for ever", _place(trace), *_doing(trace))
+    yield from _crashes(trace)
+
+
+def doing(rank: Rank) -> str:
+    """What a rank was in at the end, in words."""
+    opened = _open(rank)
+    place = rank.stack[0] if rank.stack else where(opened or (rank.records[-1] if rank.records else None))
+    if rank.first("enough"):
+        return "had taken its steps"
+    end = rank.first("end")
+    if end:
+        return "had ended" if end["how"] != "crash" else f"had failed at {where(end)}: {end['why'].splitlines()[0][:120]}"
+    if opened is None:
+        return f"was at {place}"
+    name = "backward (gradients are synchronised there)" if opened["kind"] == "backward" else opened.get("op", "forward")
+    return f"waits in {name} at {place}"
+
+
+def _doing(trace: Trace) -> list[str]:
+    return [f"rank {rank.number} {doing(rank)}" for rank in trace.ranks]
+
+
+def _place(trace: Trace) -> Site | None:
+    return next((rank.stack[0] for rank in trace.ranks if rank.stack), None)
+
+
+def _open(rank: Rank) -> Record | None:
+    """The call that was entered and not left."""
+    opened: list[Record] = []
+    for record in rank.records:
+        if record.get("phase") == "in":
+            opened.append(record)
+        elif record.get("phase") in ("out", "failed") and opened:
+            opened.pop()
+    return opened[-1] if opened else None
+
+
+def _sequence(rank: Rank, group: list[int] | None) -> list[Record]:
+    calls = [c for c in rank.of("collective") if c["phase"] == "in" and c.get("group") == group]
+    return [c for c in calls if c["op"] not in ("init_process_group", "destroy_process_group")]
+
+
+def _signature(call: Record) -> tuple[object, ...]:
+    # only an all-reduce, a broadcast or a reduce need the same shape everywhere
+    shape = tuple(call.get("shape") or ()) if call["op"] in ("all_reduce", "broadcast", "reduce") else ()
+    return call["op"], shape, call.get("dtype") if shape else None, call.get("root")
+
+
+def _describe(call: Record) -> str:
+    root = f", root {call['root']}" if "root" in call else ""
+    shape = f" of {tuple(call['shape'])}" if call.get("shape") else ""
+    return f"{call['op']}{shape}{root} at {where(call)}"
+
+
+def _mismatch(trace: Trace) -> Finding | None:
+    groups = [None, *sorted({tuple(c["group"]) for _, c in trace.all("collective") if c.get("group")})]
+    for group in groups:
+        members = trace.ranks if group is None else [r for r in trace.ranks if r.number in group]
+        calls = [_sequence(r, None if group is None else list(group)) for r in members]
+        for n in range(max(map(len, calls), default=0)):
+            present = [(r, c[n]) for r, c in zip(members, calls, strict=True) if len(c) > n]
+            if len(present) < len(members):
+                return _lonely(trace, members, present)
+            first = present[0][1]
+            other = next(((r, c) for r, c in present if _signature(c) != _signature(first)), None)
+            if other:
+                rank, call = other
+                return finding(
+                    "collective-mismatch",
+                    f"rank {members[0].number} calls {_describe(first)}, rank {rank.number} {_describe(call)}",
+                    where(first if _depends_on_rank(where(first)) else call),
+                    f"as number {n + 1} of their collectives",
+                )
+    return None
+
+
+def _lonely(trace: Trace, members: list[Rank], present: list[tuple[Rank, Record]]) -> Finding:
+    callers = [r.number for r, _ in present]
+    absent = [r for r in members if r.number not in callers]
+    call = present[0][1]
+    who = "rank" if len(callers) == 1 else "ranks"
+    others = [f"rank {r.number} {doing(r)}" for r in absent]
+    text = f"{call['op']} is called by {who} {', '.join(map(str, callers))} only"
+    return finding("collective-mismatch", text, where(call), *others)
+
+
+@lru_cache
+def _source(file: str) -> ast.Module | None:
+    try:
+        with open(file) as f:
+            return ast.parse(f.read())
+    except (OSError, SyntaxError):
+        return None
+
+
+def _depends_on_rank(at: Site | None) -> bool:
+    """Whether a line lies in a branch whose condition speaks of the rank."""
+    tree = _source(at.file) if at and os.path.exists(at.file) else None
+    if tree is None or at is None:
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and node.lineno <= at.line <= (node.end_lineno or 0):
+            if any(word in ast.unparse(node.test).lower() for word in _CONDITIONS):
+                return True
+    return False
+
+
+def _uneven(trace: Trace) -> Finding | None:
+    if any(rank.first("join") for rank in trace.ranks) or any(_own_crash(rank) for rank in trace.ranks):
+        return None
+    backwards = [sum(b["phase"] == "in" for b in rank.of("backward")) for rank in trace.ranks]
+    steps = [len(rank.steps) for rank in trace.ranks]
+    if len(set(backwards)) == 1 and len(set(steps)) == 1:
+        return None
+    few = backwards.index(min(backwards)) if len(set(backwards)) > 1 else steps.index(min(steps))
+    rank = trace.ranks[few]
+    last = [r for r in rank.records if r["kind"] == "backward"]
+    counts = ", ".join(f"rank {n}: {b} backward, {s} steps" for n, (b, s) in enumerate(zip(backwards, steps, strict=True)))
+    what = "ranks take different numbers of backward passes" if len(set(backwards)) > 1 else "ranks take different numbers of steps"
+    return finding("uneven-steps", what, where(last[-1] if last else rank.first("optimizer")), counts, *_doing(trace))
+
+
+def _own_crash(rank: Rank) -> bool:
+    """An error of the rank's own, not one that came over the network because another rank was gone."""
+    end = rank.first("end")
+    failed = [r for r in rank.records if r.get("phase") == "failed"]
+    if end is None:
+        return rank.status is not None and not rank.first("enough") and rank.status != 0
+    return end["how"] == "crash" and not any(f["why"][:60] in end["why"] for f in failed)
+
+
+def _crashes(trace: Trace) -> Iterator[Finding]:
+    own = [rank for rank in trace.ranks if _own_crash(rank)]
+    lost = [rank for rank in trace.ranks if (end := rank.first("end")) and end["how"] == "crash"]
+    for rank in (own or lost)[:1]:
+        end = rank.first("end")
+        text = end["why"].strip().splitlines()[0][:300] if end else f"exit status {rank.status}"
+        yield finding("crashed", f"rank {rank.number} failed: {text}", where(end))
+    for rank in trace.ranks:
+        end = rank.first("end")
+        if end and end["how"] == "exit" and end["status"] not in (0, None):
+            yield finding("crashed", f"rank {rank.number} ended with status {end['status']}")
+            return

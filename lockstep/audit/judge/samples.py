@@ -1,0 +1,229 @@
+"""Each sample once: shards of training, splits, evaluation, streams."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...watch.ledger import Ledger, tally
+from ..catalog import Finding, finding
+from ..trace import Rank, Record, Site, Trace, where
+
+_MUCH = 0.1
+"""Share of a pass above which repeated samples are no rounding to whole batches."""
+
+
+@dataclass
+class Pass:
+    """One way of one rank through a loader."""
+
+    loader: Record
+    trains: bool = False
+    ended: bool = False
+    index: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    rows: int = 0
+    """Most samples in a batch."""
+    fed: int = 0
+    """Most samples that the model was given at once while training on it."""
+    after: list[Record] = field(default_factory=list)
+    """What came after its end, up to the next training on another pass."""
+
+    @property
+    def at(self) -> Site | None:
+        return where(self.loader)
+
+
+def passes(rank: Rank) -> list[Pass]:
+    """A rank's passes in the order they began."""
+    found: dict[tuple[int, int], Pass] = {}
+    last: Pass | None = None
+    for record in rank.records:
+        kind = record["kind"]
+        if kind == "loader":
+            found[record["n"], record["epoch"]] = Pass(record)
+        elif kind == "batch" and (key := (record["n"], record["epoch"])) in found:
+            last = found[key]
+            last.index += record.get("index", [])
+            last.hashes += record.get("hashes", [])
+            last.rows = max(last.rows, record["rows"])
+        elif kind == "pass_end" and (key := (record["n"], record["epoch"])) in found:
+            found[key].ended = True
+        elif kind == "backward" and last is not None:
+            last.trains = True
+        elif kind == "input" and last is not None:
+            last.fed = max(last.fed, record.get("rows", 0))
+        for one in found.values():
+            if one.ended and not one.trains:
+                one.after.append(record)
+    return list(found.values())
+
+
+def together(trace: Trace) -> list[list[Pass]]:
+    """Passes that ranks make at the same place of the script, the k-th there with the k-th; one list a rank has."""
+    tables: list[dict[tuple[Site | None, int], Pass]] = []
+    for rank in trace.ranks:
+        count: Counter[Site | None] = Counter()
+        table = {}
+        for one in passes(rank):
+            table[one.at, count[one.at]] = one
+            count[one.at] += 1
+        tables.append(table)
+    return [[t[key] for t in tables] for key in tables[0] if all(key in t for t in tables)]
+
+
+def judge(trace: Trace) -> Iterator[Finding]:
+    groups = together(trace)
+    if trace.world > 1:
+        for group in groups:
+            yield from _streams(group) if group[0].loader["streams"] else _shards(group, trace.world)
+        yield from _splits(groups)
+        yield from _metrics(groups, trace)
+        if not any(g[0].trains for g in groups):
+            yield from _inputs(trace)
+    yield from _overlap(trace)
+
+
+def _sliced(one: Pass, world: int) -> bool:
+    """Whether the script loads whole batches and gives the model its part of them."""
+    return 0 < one.fed * world <= one.rows + world - 1
+
+
+def _shards(group: list[Pass], world: int) -> Iterator[Finding]:
+    lists = [one.index for one in group]
+    if not all(lists) or any(len(set(i)) < 0.9 * len(i) for i in lists):
+        return  # nothing known, or drawn with replacement
+    if all(one.ended for one in group) and _exactly_once(lists, group[0].loader):
+        return
+    if group[0].trains and _sliced(group[0], world):
+        return
+    counts = Counter(i for part in lists for i in set(part))
+    twice = [i for i, n in counts.items() if n > 1]
+    at = group[0].at
+    if group[0].trains and len(twice) > _MUCH * len(counts):
+        share = 100 * len(twice) / len(counts)
+        what = f"{share:.0f} % of the training samples are given to several ranks in one epoch"
+        seen = f"{len(twice)} of {len(counts)}; sample {twice[0]} on ranks {_holders(lists, twice[0])}"
+        yield finding("repeated-samples", what, at, seen, f"sampler: {group[0].loader['sampler']}")
+    elif not group[0].trains and twice and not all(set(i) == set(lists[0]) for i in lists):
+        what = f"{len(twice)} samples are evaluated on several ranks, and count more than once"
+        seen = f"{len(counts)} samples, {sum(map(len, lists))} evaluations; sample {twice[0]} on ranks {_holders(lists, twice[0])}"
+        yield finding("padded-evaluation", what, at, seen)
+    yield from _unseen(group, counts, world)
+
+
+def _holders(lists: list[list[int]], sample: int) -> str:
+    return ", ".join(str(rank) for rank, part in enumerate(lists) if sample in part)
+
+
+def _exactly_once(lists: list[list[int]], loader: Record) -> bool:
+    """By the ledger that every run of Lockstep keeps."""
+    if loader["subset"] is not None or loader["size"] is None:
+        return False
+    ledger = Ledger(loader["size"])
+    wrong = ledger.post([{0: tally(np.asarray(part, dtype=np.int64))} for part in lists])
+    return wrong is None and ledger.complete == 1
+
+
+def _unseen(group: list[Pass], counts: Counter[int], world: int) -> Iterator[Finding]:
+    first = group[0].loader
+    if not all(one.ended for one in group) or first["size"] is None:
+        return
+    subsets = [one.loader["subset"] for one in group]
+    whole = {i for s in subsets if s is not None for i in s} if any(subsets) else set(range(first["size"]))
+    missing = sorted(whole - set(counts))
+    if len(missing) >= max(1, (first["batch_size"] or 1) * world):
+        what = f"{len(missing)} of {len(whole)} samples are on no rank in a whole epoch"
+        kind = "trained on" if group[0].trains else "evaluated"
+        yield finding("unseen-samples", what, group[0].at, f"never {kind}: {missing[:5]} …")
+
+
+def _streams(group: list[Pass]) -> Iterator[Finding]:
+    lists = [one.hashes for one in group]
+    if not group[0].trains or not all(len(set(h)) >= 8 for h in lists):
+        return
+    counts = Counter(h for part in lists for h in set(part))
+    shared = sum(n > 1 for n in counts.values()) / len(counts)
+    within = max(len(h) / len(set(h)) for h in lists)
+    if shared > 0.5:
+        what = "every rank reads the whole stream"
+        yield finding("unsharded-stream", what, group[0].at, f"{100 * shared:.0f} % of the samples are on several ranks")
+    elif within > 1.5:
+        what = "every worker reads the whole stream"
+        yield finding("unsharded-stream", what, group[0].at, f"each sample comes {within:.0f} times on one rank")
+
+
+def _splits(groups: list[list[Pass]]) -> Iterator[Finding]:
+    for group in groups:
+        subsets = [one.loader["subset"] for one in group]
+        if not all(subsets):
+            continue
+        sets = [set(s) for s in subsets]
+        for rank, other in enumerate(sets[1:], 1):
+            shared = sets[0] & other
+            if other != sets[0] and len(shared) > _MUCH * len(other):
+                what = "the data set is split differently on different ranks"
+                seen = f"rank 0 and rank {rank} share {len(shared)} of {len(other)} samples of this part"
+                yield finding("differing-splits", what, group[0].at, seen)
+                return
+
+
+def _overlap(trace: Trace) -> Iterator[Finding]:
+    everything = [one for rank in trace.ranks for one in passes(rank)]
+    training = [one for one in everything if one.trains]
+    for test in (one for one in everything if not one.trains and one.index):
+        for train in training:
+            same = train.loader["dataset"] == test.loader["dataset"]
+            if same and (test.loader["subset"] or train.loader["subset"]):
+                shared = set(train.index) & set(test.index)
+            elif not same and len(set(test.hashes)) >= 8:
+                shared = set(train.hashes) & set(test.hashes)
+                shared = shared if len(shared) > 0.02 * len(set(test.hashes)) else set()
+            else:
+                continue
+            if shared:
+                what = f"{len(shared)} of the samples evaluated here are trained on"
+                yield finding("overlapping-splits", what, test.at, f"trained on at {train.at}")
+                return
+
+
+def _metrics(groups: list[list[Pass]], trace: Trace) -> Iterator[Finding]:
+    for group in groups:
+        first = group[0]
+        if first.trains or not first.ended or not trace.ranks[0].steps:
+            continue
+        lists = [one.index or one.hashes for one in group]
+        if not all(lists) or any(set(part) & set(lists[0]) == set(part) for part in lists[1:]):
+            continue  # unknown, or every rank evaluates everything
+        later = _until_training(first.after)
+        if later is not None and not any(r["kind"] == "collective" for r in later) and not _inside(first, trace.ranks[0]):
+            what = "each rank evaluates a part of the set, and the parts are never put together"
+            sizes = ", ".join(f"rank {n}: {len(part)} samples" for n, part in enumerate(lists))
+            yield finding("local-metric", what, first.at, sizes)
+            return
+
+
+def _until_training(records: list[Record]) -> list[Record] | None:
+    """What follows an evaluation; None if the audit ended before it was used."""
+    for n, record in enumerate(records):
+        if record["kind"] in ("backward", "end"):
+            return records[:n]
+    return None
+
+
+def _inside(one: Pass, rank: Rank) -> bool:
+    """Whether ranks met while the pass went on: metrics that are reduced batch by batch."""
+    start, number = one.loader["t"], (one.loader["n"], one.loader["epoch"])
+    end = next((r["t"] for r in rank.of("pass_end") if (r["n"], r["epoch"]) == number), start)
+    return any(start <= c["t"] <= end for c in rank.of("collective"))
+
+
+def _inputs(trace: Trace) -> Iterator[Finding]:
+    """Without a loader to watch: whether the model is given the same on all ranks."""
+    tables = [{r["n"]: r for r in rank.of("input") if len(set(r.get("hashes", ()))) >= 2} for rank in trace.ranks]
+    shared = sorted(set.intersection(*(set(t) for t in tables)))
+    if len(shared) >= 2 and all(len({tuple(t[n]["hashes"]) for t in tables}) == 1 for n in shared):
+        what = "all ranks give the model the same samples"
+        seen = f"{len(shared)} of {len(shared)} batches compared are equal"
+        yield finding("repeated-samples", what, where(tables[0][shared[0]]), seen)

@@ -1,0 +1,193 @@
+"""A script that asks for GPUs, on a machine without: CUDA becomes the CPU, NCCL becomes gloo.
+
+What the script asks for is still written down (which device each rank wanted, which precision), so that what is wrong
+with it is found here as it would be there. What cannot be had is said in the report.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from ..parallel import share_batch_norm
+from .probes.patch import Function, Patches
+from .trace import Recorder, foreign
+
+CPU = torch.device("cpu")
+
+
+def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
+    """Let this process believe that it has `gpus` GPUs."""
+    chosen = Devices(recorder)
+    for name, answer in _ANSWERS.items():
+        patches.wrap(torch.cuda, name, lambda _, answer=answer: lambda *args, **kwargs: answer)
+    patches.wrap(torch.cuda, "is_available", lambda _: lambda: _asked_by_user())
+    patches.wrap(torch.cuda, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
+    patches.wrap(torch.cuda, "set_device", lambda _: chosen.choose)
+    patches.wrap(torch.cuda, "current_device", lambda _: lambda: chosen.current)
+    patches.wrap(torch.cuda, "get_device_name", lambda _: lambda *_: "CPU in the place of a GPU")
+    patches.wrap(torch, "load", _load)
+    patches.wrap(torch, "compile", _compile)
+    patches.wrap(torch.autocast, "__init__", _autocast)
+    patches.wrap(torch.amp.GradScaler, "__init__", _scaler)
+    for name in ("init_process_group", "new_group"):
+        patches.wrap(dist, name, _group)
+    patches.wrap(DistributedDataParallel, "__init__", lambda original: _wrap(original, chosen))
+    patches.wrap(nn.SyncBatchNorm, "convert_sync_batchnorm", _convert)
+    mode = _OnCpu(chosen)
+    mode.__enter__()
+    patches.later(lambda: mode.__exit__(None, None, None))
+
+
+_ANSWERS: dict[str, Any] = {
+    "synchronize": None,
+    "empty_cache": None,
+    "ipc_collect": None,
+    "reset_peak_memory_stats": None,
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_reserved": 0,
+    "is_bf16_supported": True,
+    "get_device_capability": (8, 0),
+    "manual_seed": None,
+    "manual_seed_all": None,
+    "mem_get_info": (1 << 34, 1 << 34),
+}
+
+
+def _asked_by_user() -> bool:
+    """Whether the script itself asks. Accelerate and Lightning find their own way to the CPU if told there is no GPU."""
+    return not foreign(sys._getframe(2).f_code.co_filename)
+
+
+class Devices:
+    """Which GPU this rank wants to be on."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self.current = 0
+        self.used: set[int] = set()
+
+    def choose(self, device: Any) -> None:
+        self.current = _index(device, self.current)
+        self.recorder.write("device", op="set_device", index=self.current)
+
+    def use(self, device: Any) -> None:
+        index = _index(device, self.current)
+        if index not in self.used:
+            self.used.add(index)
+            self.recorder.write("device", op="use", index=index)
+
+
+def _index(device: Any, default: int) -> int:
+    if isinstance(device, int):
+        return device
+    found = torch.device(device).index if device is not None else None
+    return default if found is None else found
+
+
+def _is_cuda(thing: Any) -> bool:
+    return (isinstance(thing, torch.device) and thing.type == "cuda") or (
+        isinstance(thing, str) and thing.split(":")[0] == "cuda"
+    )
+
+
+class _OnCpu(TorchFunctionMode):
+    """Every torch function that is told to use a GPU uses the CPU."""
+
+    def __init__(self, chosen: Devices):
+        super().__init__()
+        self.chosen = chosen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "cuda":
+            self.chosen.use(args[1] if len(args) > 1 else kwargs.get("device"))
+            return args[0]
+        if name == "pin_memory":
+            return args[0]
+        device = next((a for a in (*args[1:], *kwargs.values()) if _is_cuda(a)), None)
+        if device is not None:
+            self.chosen.use(device)
+            args = tuple(CPU if _is_cuda(a) else a for a in args)
+            kwargs = {k: CPU if _is_cuda(v) else v for k, v in kwargs.items()}
+        elif name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
+            self.chosen.use(args[1])
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def _load(original: Function) -> Function:
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(f, "cpu", *args, **kwargs)
+
+    return load
+
+
+def _compile(original: Function) -> Function:
+    def compile(model: Any = None, **kwargs: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    return compile
+
+
+def _autocast(original: Function) -> Function:
+    def __init__(region: Any, device_type: str = "cuda", dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        on_cuda = device_type == "cuda"
+        region.asked_dtype = dtype or (torch.float16 if on_cuda else torch.bfloat16)
+        original(region, "cpu", torch.bfloat16, *args, **kwargs)
+
+    return __init__
+
+
+def _scaler(original: Function) -> Function:
+    def __init__(scaler: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        original(scaler, "cpu", *args, **kwargs)
+
+    return __init__
+
+
+def _group(original: Function) -> Function:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        args = tuple("gloo" if isinstance(a, str) and "nccl" in a else a for a in args)
+        if "nccl" in str(kwargs.get("backend")):
+            kwargs["backend"] = "gloo"
+        return original(*args, **kwargs)
+
+    return make
+
+
+def _wrap(original: Function, chosen: Devices) -> Function:
+    def __init__(wrapper: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, **kw: Any) -> None:
+        if device_ids:
+            chosen.recorder.write("device", op="device_ids", index=_index(device_ids[0], chosen.current))
+        original(wrapper, module, **kw)
+
+    return __init__
+
+
+def _convert(original: Function) -> Function:
+    def convert_sync_batchnorm(kind: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
+        holder = nn.Sequential(module)
+        share_batch_norm(holder)
+        return holder[0]
+
+    return convert_sync_batchnorm
+
+
+def needed(device: str) -> bool:
+    """Whether scripts that ask for CUDA have to be mapped onto the CPU here."""
+    return device == "cpu" or (device == "auto" and not _has_gpu())
+
+
+def _has_gpu() -> bool:
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking must not start CUDA: ranks are forked
+    return torch.cuda.device_count() > 0

@@ -1,0 +1,58 @@
+"""Collectives, with the line that calls each: entered, left, failed."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .context import Context
+from .patch import Function, Patches
+
+SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
+"""All ranks must bring the same number of elements."""
+ALL = (
+    *SHAPED, "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier", "monitored_barrier",
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+)  # fmt: skip
+_ROOTS = ("src", "dst", "group_src", "group_dst")
+
+
+def install(context: Context, patches: Patches) -> None:
+    for name in ALL:
+        patches.wrap(dist, name, lambda original, name=name: _watched(context, name, original))
+    for name in ("init_process_group", "destroy_process_group"):
+        patches.wrap(dist, name, lambda original, name=name: _watched(context, name, original))
+
+
+def _watched(context: Context, name: str, original: Function) -> Function:
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if context.hidden:
+            return original(*args, **kwargs)
+        number = context.collectives = context.collectives + 1
+        context.recorder.write("collective", phase="in", op=name, n=number, **_signature(name, args, kwargs))
+        try:
+            with context.recorder.hide():
+                result = original(*args, **kwargs)
+        except BaseException as error:
+            context.recorder.write("collective", phase="failed", op=name, n=number, why=str(error)[:500])
+            raise
+        context.recorder.write("collective", phase="out", op=name, n=number)
+        return result
+
+    return collective
+
+
+def _signature(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
+    group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+    seen: dict[str, Any] = {"group": None}
+    if group is not None and group is not dist.group.WORLD:
+        seen["group"] = dist.get_process_group_ranks(group)
+    if name in SHAPED and tensor is not None:
+        seen["shape"], seen["dtype"] = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    root = next((kwargs[k] for k in _ROOTS if k in kwargs), None)
+    if root is None and name in ("broadcast", "reduce", "broadcast_object_list") and len(args) > 1:
+        root = args[1]
+    if isinstance(root, int):
+        seen["root"] = root
+    return seen

@@ -1,0 +1,112 @@
+"""What the probes of one rank know together: where in the step the script is, and which tensors have which name."""
+
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...watch.drift import checksums
+from ..trace import Recorder
+
+_ALWAYS = 4
+
+
+def worth_a_look(n: int) -> bool:
+    """Whether the n-th step is one at which what costs something is looked at: the first few, then ever fewer."""
+    return n <= _ALWAYS or (n & (n - 1)) == 0 or n % 20 == 0
+
+
+class Context:
+    """Shared by all probes of a rank."""
+
+    def __init__(self, recorder: Recorder, limit: int, on_limit: Callable[[], None] | None, cuda: bool):
+        self.recorder, self.limit, self.on_limit = recorder, limit, on_limit
+        self.cuda = cuda
+        """Whether the script believes to be on a GPU: waits for the device mean something there."""
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.wrappers: list[DistributedDataParallel] = []
+        self.covered: set[int] = set()
+        """Parameters whose gradients some wrapper synchronises."""
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.steps = 0
+        self.backwards = 0
+        self.forwards = 0
+        self.in_loop = False
+        """From the first forward pass of training to the end of the loader's pass: where a wait for the device costs."""
+        self.scaler_at_work = False
+        """Whether a scaler multiplied the loss whose backward pass comes next."""
+        self.collectives = 0
+        self.in_loader = 0
+        self.given: list[Tensor] = []
+        """The batch that a loader gave last."""
+        self.loading = 0.0
+        self.prints = 0
+        self.waits: Counter[str] = Counter()
+        self._names: dict[int, str] = {}
+        self._roots: list[nn.Module] = []
+        self._known = -1
+        self.on_root: list[Callable[[nn.Module], None]] = []
+
+    @property
+    def hidden(self) -> bool:
+        return self.recorder.is_hidden or torch.compiler.is_compiling()
+
+    def roots(self) -> list[nn.Module]:
+        """Modules that are no part of another and have parameters, found among all objects."""
+        if self._known == len(self.optimizers) + len(self.wrappers):
+            return self._roots
+        self._known = len(self.optimizers) + len(self.wrappers)
+        with self.recorder.hide():
+            modules = [m for m in gc.get_objects() if _is_module(m)]
+            parts = {id(child) for m in modules for child in m.children()}
+            found = [m for m in modules if id(m) not in parts and next(m.parameters(), None) is not None]
+            new = [m for m in found if all(m is not r for r in self._roots)]
+            self._roots = found
+            self._names = {id(p): name for m in found for name, p in _named(m)}
+        for module in new:
+            for act in self.on_root:
+                act(module)
+        return self._roots
+
+    def name(self, tensor: Tensor, default: str = "a tensor of no module") -> str:
+        return self._names.get(id(tensor), default)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for module in self.roots():
+            yield from _named(module)
+
+    def sums(self, tensors: dict[str, Tensor]) -> dict[str, int]:
+        with self.recorder.hide():
+            whole = {name: local for name, t in tensors.items() if (local := replicated(t)) is not None}
+            return checksums(whole)
+
+    def timed(self, start: float) -> None:
+        self.loading += time.perf_counter() - start
+
+
+def _is_module(thing: Any) -> bool:
+    try:
+        return isinstance(thing, nn.Module)
+    except Exception:  # a proxy whose class cannot be asked
+        return False
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        yield name.replace("_orig_mod.", "").removeprefix("module."), parameter
+
+
+def replicated(tensor: Tensor) -> Tensor | None:
+    """The tensor as every rank should hold it; None for a shard, which is each rank's own."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return tensor.detach().contiguous()
+    if any(not p.is_replicate() for p in placements):
+        return None
+    return tensor.to_local().detach().contiguous()  # type: ignore[attr-defined]

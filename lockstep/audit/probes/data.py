@@ -1,0 +1,187 @@
+"""Data loaders and samplers: which samples each rank was given, in which order, and with what randomness."""
+
+import random
+import sys
+import time
+import zlib
+from collections import deque
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data._utils import fetch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ..trace import site
+from .context import Context
+from .patch import Function, Patches
+from .training import row_hashes, tensors
+
+_FETCHES = 4
+
+
+def install(context: Context, patches: Patches) -> None:
+    probe = Data(context)
+    patches.wrap(DataLoader, "__iter__", probe.iterate)
+    patches.wrap(_BaseDataLoaderIter, "_next_index", probe.draw)
+    patches.wrap(_BaseDataLoaderIter, "__next__", probe.batch)
+    patches.wrap(DistributedSampler, "__iter__", probe.order)
+    for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        patches.wrap(fetcher, "fetch", probe.fetch)
+
+
+class Data:
+    """State of the probes of one rank's loaders."""
+
+    def __init__(self, context: Context):
+        self.context, self.recorder = context, context.recorder
+        self.loaders: list[DataLoader[Any]] = []
+        self.datasets: list[Any] = []
+        self.epochs: dict[int, int] = {}
+        self.fetches = 0
+
+    def iterate(self, original: Function) -> Function:
+        def __iter__(loader: DataLoader[Any]) -> Any:
+            if self.context.hidden:
+                return original(loader)
+            number = _place(self.loaders, loader)
+            epoch = self.epochs[number] = self.epochs.get(number, 0) + 1
+            self.context.roots()
+            self.context.in_loader += 1
+            start, at = time.perf_counter(), site()
+            try:
+                iterator = original(loader)
+            finally:
+                self.context.in_loader -= 1
+                self.context.timed(start)
+            iterator._lockstep = _Pass(number, epoch)
+            self.recorder.write("loader", at, n=number, epoch=epoch, **self._describe(loader))
+            return iterator
+
+        return __iter__
+
+    def _describe(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        root, places = _root(loader.dataset)
+        seen: dict[str, Any] = {
+            "dataset": _place(self.datasets, root),
+            "type": type(root).__name__,
+            "streams": isinstance(root, IterableDataset),
+            "size": len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,  # type: ignore[arg-type]
+            "subset": places if places is not None and len(places) <= 100_000 else None,
+            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            "workers": loader.num_workers,
+            "sampler": type(loader.sampler).__name__ if hasattr(loader, "sampler") else None,
+            "drops": bool(loader.drop_last),
+        }
+        with_epochs = [s for s in (loader.sampler, loader.batch_sampler) if hasattr(s, "set_epoch")]
+        seen["follows_epochs"] = bool(with_epochs)
+        return seen
+
+    def draw(self, original: Function) -> Function:
+        def _next_index(iterator: Any) -> Any:
+            index = original(iterator)
+            if hasattr(iterator, "_lockstep"):
+                iterator._lockstep.drawn.append(index)
+            else:
+                iterator._lockstep_early = [*getattr(iterator, "_lockstep_early", []), index]
+            return index
+
+        return _next_index
+
+    def batch(self, original: Function) -> Function:
+        def __next__(iterator: Any) -> Any:
+            passing = getattr(iterator, "_lockstep", None)
+            if passing is None or self.context.hidden:
+                return original(iterator)
+            passing.drawn.extend(iterator.__dict__.pop("_lockstep_early", []))
+            self.context.in_loader += 1
+            start = time.perf_counter()
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                self.context.in_loop = False
+                self.recorder.write("pass_end", n=passing.loader, epoch=passing.epoch)
+                raise
+            finally:
+                self.context.in_loader -= 1
+                self.context.timed(start)
+            self._given(iterator, passing, batch)
+            return batch
+
+        return __next__
+
+    def _given(self, iterator: Any, passing: "_Pass", batch: Any) -> None:
+        index = passing.drawn.popleft() if passing.drawn else None
+        index = [index] if isinstance(index, int) else index
+        seen: dict[str, Any] = {"n": passing.loader, "epoch": passing.epoch}
+        _, places = _root(self.loaders[passing.loader].dataset)
+        whole = isinstance(index, (list, tuple)) and all(isinstance(i, int) for i in index)
+        if whole and not isinstance(_root(self.loaders[passing.loader].dataset)[0], IterableDataset):
+            seen["index"] = [places[i] for i in index] if places is not None else list(index)
+        leaves = list(tensors(batch))
+        with self.recorder.hide():
+            seen["hashes"] = row_hashes([t for t in leaves if not t.is_cuda][:4])[:1024]
+        seen["rows"] = max((len(t) for t in leaves if t.dim()), default=0)
+        self.context.given = leaves
+        self.recorder.write("batch", **seen)
+
+    def order(self, original: Function) -> Function:
+        def __iter__(sampler: DistributedSampler[Any]) -> Any:
+            if not self.context.recorder.is_hidden:
+                self.recorder.write("order", epoch=sampler.epoch, shuffles=sampler.shuffle, size=len(sampler.dataset))  # type: ignore[arg-type]
+            return original(sampler)
+
+        return __iter__
+
+    def fetch(self, original: Function) -> Function:
+        def fetch(fetcher: Any, index: Any) -> Any:
+            self.fetches += 1
+            if self.fetches > _FETCHES:
+                return original(fetcher, index)
+            before = _states()
+            result = original(fetcher, index)
+            after = _states()
+            worker = torch.utils.data.get_worker_info()
+            drawn = {name: state for name, state in before.items() if after.get(name) != state}
+            self.recorder.write("fetch", None, n=self.fetches, worker=worker.id if worker else None, drawn=drawn)
+            return result
+
+        return fetch
+
+
+class _Pass:
+    """One way through a loader."""
+
+    def __init__(self, loader: int, epoch: int):
+        self.loader, self.epoch = loader, epoch
+        self.drawn: deque[Any] = deque()
+        """Indices asked for and not yet given: workers are ahead of the loop."""
+
+
+def _place(known: list[Any], thing: Any) -> int:
+    for n, other in enumerate(known):
+        if other is thing:
+            return n
+    known.append(thing)
+    return len(known) - 1
+
+
+def _root(dataset: Any) -> tuple[Any, list[int] | None]:
+    """The data set under all Subsets, and where in it the samples of `dataset` are."""
+    places: list[int] | None = None
+    while isinstance(dataset, Subset):
+        own = [int(i) for i in dataset.indices]
+        places = own if places is None else [own[i] for i in places]
+        dataset = dataset.dataset
+    return dataset, places
+
+
+def _states() -> dict[str, int]:
+    states = {
+        "random": zlib.crc32(repr(random.getstate()).encode()),
+        "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+    }
+    if "numpy" in sys.modules:
+        _, keys, place, *_ = sys.modules["numpy"].random.get_state()
+        states["numpy"] = zlib.crc32(keys.tobytes(), place)
+    return states

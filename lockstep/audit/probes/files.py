@@ -1,0 +1,128 @@
+"""Checkpoints written and read, values logged, settings in the environment."""
+
+import builtins
+import os
+import shutil
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..trace import site
+from .context import Context
+from .patch import Function, Patches
+
+_PROGRESS = ("epoch", "step", "iteration", "global_step", "start_epoch")
+
+
+def install(context: Context, patches: Patches) -> None:
+    probe = Files(context)
+    patches.wrap(torch, "save", probe.save)
+    patches.wrap(torch, "load", probe.load)
+    for owner, name in ((os, "replace"), (os, "rename"), (shutil, "move")):
+        patches.wrap(owner, name, probe.move)
+    patches.wrap(nn.Module, "load_state_dict", lambda original: probe.restore("model", original))
+    patches.wrap(Optimizer, "load_state_dict", lambda original: probe.restore("optimizer", original))
+    patches.wrap(builtins, "print", probe.print)
+    patches.when_imported("torch.utils.tensorboard.writer", lambda module: probe.tensorboard(module, patches))
+    probe.environment = dict(os.environ)
+    patches.wrap(type(os.environ), "__setitem__", probe.setting)
+
+
+class Files:
+    """State of the probes of what one rank writes and reads."""
+
+    def __init__(self, context: Context):
+        self.context, self.recorder = context, context.recorder
+        self.environment: dict[str, str] = {}
+
+    def save(self, original: Function) -> Function:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.context.hidden and isinstance(f, (str, os.PathLike)):
+                path = os.path.abspath(f)
+                seen = {"path": path, "existed": os.path.exists(path), "keys": _keys(obj)[:5], **_contents(obj)}
+                self.recorder.write("save", **seen)
+            with self.recorder.hide():
+                return original(obj, f, *args, **kwargs)
+
+        return save
+
+    def load(self, original: Function) -> Function:
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.recorder.hide():
+                result = original(f, *args, **kwargs)
+            if not self.context.hidden and isinstance(f, (str, os.PathLike)):
+                self.recorder.write("load", path=os.path.abspath(f), **_contents(result))
+            return result
+
+        return load
+
+    def move(self, original: Function) -> Function:
+        def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.context.recorder.is_hidden and (at := site()) is not None:
+                self.recorder.write("move", at, source=os.path.abspath(source), path=os.path.abspath(target))
+            return original(source, target, *args, **kwargs)
+
+        return move
+
+    def restore(self, what: str, original: Function) -> Function:
+        def load_state_dict(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.context.hidden:
+                self.recorder.write("restore", what=what)
+            with self.recorder.hide():
+                return original(owner, *args, **kwargs)
+
+        return load_state_dict
+
+    def print(self, original: Function) -> Function:
+        def print(*args: Any, **kwargs: Any) -> None:
+            if kwargs.get("file") is None and not self.context.recorder.in_worker and not self.context.hidden:
+                self.context.prints += 1
+                if self.context.prints == 1:
+                    self.recorder.write("print")
+            original(*args, **kwargs)
+
+        return print
+
+    def tensorboard(self, module: ModuleType, patches: Patches) -> None:
+        def watched(original: Function) -> Function:
+            def add_scalar(writer: Any, tag: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+                with self.recorder.hide():
+                    step = kwargs.get("global_step", args[0] if args else None)
+                    self.recorder.write("scalar", tag=tag, value=float(value), step=step, folder=writer.get_logdir())
+                return original(writer, tag, value, *args, **kwargs)
+
+            return add_scalar
+
+        patches.wrap(module.SummaryWriter, "add_scalar", watched)
+
+    def setting(self, original: Function) -> Function:
+        def __setitem__(environment: Any, name: str, value: str) -> None:
+            if not self.context.recorder.is_hidden and environment is os.environ and (at := site()) is not None:
+                before = self.environment.get(name)
+                self.recorder.write("setting", at, name=name, value=value, before=before)
+            original(environment, name, value)
+
+        return __setitem__
+
+
+def _contents(obj: Any) -> dict[str, Any]:
+    """Whether a checkpoint holds an optimizer's state and says how far training was."""
+    if not isinstance(obj, dict):
+        return {"optimizer": False, "progress": False, "prefixed": False}
+    states = [v for v in obj.values() if isinstance(v, dict)]
+    return {
+        "optimizer": any({"state", "param_groups"} <= set(s) for s in states),
+        "progress": any(key in obj for key in _PROGRESS),
+        "prefixed": any(str(key).startswith("module.") for key in _keys(obj)),
+    }
+
+
+def _keys(obj: Any) -> list[str]:
+    """Names of the weights in a checkpoint, at the top or one level down."""
+    if not isinstance(obj, dict):
+        return []
+    weights = [obj, *(v for v in obj.values() if isinstance(v, dict))]
+    return [str(k) for d in weights for k, v in d.items() if isinstance(v, torch.Tensor)]

@@ -1,0 +1,68 @@
+"""Functions replaced by watched ones, and put back."""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+class Patches:
+    """What was replaced, so that it can be undone in the reverse order."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+
+    def wrap(self, owner: Any, name: str, around: Callable[[Function], Function]) -> None:
+        """Replace `owner.name` by `around(owner.name)`."""
+        own = name in vars(owner)
+        before = vars(owner)[name] if own else getattr(owner, name)
+        original = getattr(owner, name)
+        if isinstance(before, classmethod):
+            original = before.__func__
+        watched = around(original)
+        functools.update_wrapper(watched, original)
+        setattr(owner, name, classmethod(watched) if isinstance(before, classmethod) else watched)
+        self._undo.append(lambda: setattr(owner, name, before) if own else delattr(owner, name))
+
+    def later(self, undo: Callable[[], Any]) -> None:
+        self._undo.append(undo)
+
+    def when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
+        """Call `act` with a module once it is imported: a probe must not import what the script does not."""
+        if module in sys.modules:
+            act(sys.modules[module])
+            return
+        finder = _Finder(module, act)
+        sys.meta_path.insert(0, finder)
+        self._undo.append(lambda: finder in sys.meta_path and sys.meta_path.remove(finder))
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, act: Callable[[ModuleType], None]):
+        self.name, self.act = name, act
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.act(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

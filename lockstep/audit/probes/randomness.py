@@ -1,0 +1,38 @@
+"""Random tensors drawn while training: the same numbers on every rank are the same noise on different samples."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .context import Context, worth_a_look
+from .patch import Function, Patches
+
+_FUNCTIONS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
+_FEWEST = 8
+"""One number may be a decision that all ranks take together; a tensor of them is noise."""
+_PER_STEP = 3
+
+
+def install(context: Context, patches: Patches) -> None:
+    drawn = {"step": -1, "count": 0}
+
+    def watched(name: str, original: Function) -> Function:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if context.hidden or context.in_loader or context.recorder.in_worker or not context.forwards:
+                return result
+            step = context.steps + 1
+            if step != drawn["step"]:
+                drawn.update(step=step, count=0)
+            known = isinstance(result, Tensor) and result.numel() >= _FEWEST
+            if known and torch.is_grad_enabled() and worth_a_look(step) and drawn["count"] < _PER_STEP:
+                drawn["count"] += 1
+                total = context.sums({"drawn": result})["drawn"]
+                context.recorder.write("draw", fn=name, step=step, n=drawn["count"], shape=list(result.shape), sum=total)
+            return result
+
+        return draw
+
+    for name in _FUNCTIONS:
+        patches.wrap(torch, name, lambda original, name=name: watched(name, original))

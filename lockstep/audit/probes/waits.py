@@ -1,0 +1,28 @@
+"""Places in the step where the script waits for the device."""
+
+import sys
+from typing import Any
+
+import torch
+
+from ..trace import Site, foreign
+from .context import Context
+from .patch import Function, Patches
+
+_WAITING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__format__", "__repr__")
+
+
+def install(context: Context, patches: Patches) -> None:
+    def watched(name: str, original: Function) -> Function:
+        def wait(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if context.in_loop and (context.cuda or tensor.is_cuda) and not context.hidden:
+                frame = sys._getframe(1)
+                if not foreign(frame.f_code.co_filename):
+                    place = Site(frame.f_code.co_filename, frame.f_lineno)
+                    context.waits[f"{place.file}:{place.line}:{name.strip('_')}"] += 1
+            return original(tensor, *args, **kwargs)
+
+        return wait
+
+    for name in _WAITING:
+        patches.wrap(torch.Tensor, name, lambda original, name=name: watched(name, original))

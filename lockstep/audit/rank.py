@@ -1,0 +1,126 @@
+"""One rank of an audit: the script, unmodified, with the probes installed before its first line."""
+
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from . import mapping, probes
+from .trace import Recorder, Site, foreign
+
+DONE, GO = "done", "go"
+"""Suffix of the file that says a rank is through, and the file that lets it end."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to start, and how."""
+
+    words: list[str]
+    """The script and its flags, or -m and a module."""
+    nproc: int = 2
+    steps: int = 20
+    """Optimizer steps after which a rank is through; 0: when the script ends."""
+    mapped: bool = True
+    """CUDA onto the CPU."""
+    shares_gpu: bool = False
+    """All ranks on one real GPU."""
+
+
+def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
+    """Be rank `rank` of the audited script; called in a process that was forked for it."""
+    os.setsid()
+    _environment(order, rank, port)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    stack = (folder / f"rank{rank}.stack").open("w")
+    faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
+    recorder = Recorder(folder, rank)
+    status = _run(order, recorder, folder)
+    _through(recorder, folder, status)
+
+
+def _environment(order: Order, rank: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK="0" if order.shares_gpu else str(rank),
+        WORLD_SIZE=str(order.nproc),
+        LOCAL_WORLD_SIZE=str(order.nproc),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="lockstep-audit",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.nproc)))
+    if order.shares_gpu:
+        os.environ["NCCL_HOSTID"] = f"lockstep-{rank}"
+
+
+def _run(order: Order, recorder: Recorder, folder: Path) -> int:
+    patches = probes.Patches()
+    if order.mapped:
+        mapping.install(recorder, patches, order.nproc)
+    gpu = order.mapped or torch.cuda.device_count() > 0
+    probes.install(recorder, order.steps, lambda: _enough(recorder, folder), cuda=gpu)
+    probes.start_ranks_here(patches, recorder)
+    words = order.words
+    recorder.write("start", None, argv=words, environment=_settings())
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(words)
+            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+            runpy.run_path(words[0], run_name="__main__")
+        recorder.write("end", None, how="done", status=0)
+        return 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        recorder.write("end", None, how="exit", status=status)
+        return status
+    except BaseException as error:
+        traceback.print_exc()
+        recorder.write("end", _last_line(error), how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
+        return 1
+
+
+def _settings() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_", "TORCH_", "WANDB_", "DDP_"))}
+
+
+def _last_line(error: BaseException) -> Site | None:
+    """The user's innermost line on the way to an error."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not foreign(f.filename)]
+    return Site(frames[-1].filename, frames[-1].lineno or 0) if frames else None
+
+
+def _enough(recorder: Recorder, folder: Path) -> NoReturn:
+    recorder.write("enough")
+    _through(recorder, folder, 0)
+
+
+def _through(recorder: Recorder, folder: Path, status: int) -> NoReturn:
+    """Stay until all are through: a rank that ends takes the connections of the others with it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    recorder.file.flush()
+    (folder / f"rank{recorder.rank}.{DONE}").write_text(str(status))
+    while not (folder / GO).exists():
+        time.sleep(0.02)
+    os._exit(status)

@@ -1,0 +1,142 @@
+"""Start the ranks of an audit, watch whether they get on, end them."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from . import rank as one
+from .rank import Order
+from .trace import Rank, Site, Trace, foreign, read
+
+_POLL = 0.05
+_BUSY = 0.02
+"""Share of a core above which a process counts as getting on."""
+
+
+def watch_ranks(order: Order, patience: float = 30, limit: float = 3600) -> tuple[Trace, list[str]]:
+    """Run `order` to its end, and what each rank printed. Ranks that do nothing for `patience` seconds hang."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-audit-", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        with _started(order, folder) as pids:
+            hung = _wait(pids, folder, patience if order.mapped else 4 * patience, limit, order.mapped)
+            stacks = _stacks(pids, folder) if hung else {}
+            (folder / one.GO).touch()
+            statuses = [_status(pid, folder, number, hung) for number, pid in enumerate(pids)]
+        ranks = read(folder, order.nproc, statuses)
+        for number, stack in stacks.items():
+            ranks[number].stack = stack
+        printed = [_text(folder / f"rank{n}.out") for n in range(order.nproc)]
+        return Trace(ranks, hung), printed
+
+
+@contextmanager
+def _started(order: Order, folder: Path) -> Iterator[list[int]]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    pids: list[int] = []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        for number in range(order.nproc):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    one.live(order, number, port, folder)
+                finally:
+                    os._exit(70)
+            pids.append(pid)
+        yield pids
+    finally:
+        for pid in pids:
+            _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
+
+
+def _wait(pids: list[int], folder: Path, patience: float, limit: float, by_cpu: bool) -> bool:
+    """Until all ranks are through or nothing moves any more; whether they hang."""
+    begun = moved = time.monotonic()
+    seen, used, asked = -1, 0.0, begun
+    while True:
+        time.sleep(_POLL)
+        now = time.monotonic()
+        running = [pid for n, pid in enumerate(pids) if not (folder / f"rank{n}.{one.DONE}").exists() and _alive(pid)]
+        if not running:
+            return False
+        size = sum(p.stat().st_size for p in folder.glob("*.jsonl"))
+        if size != seen:
+            seen, moved = size, now
+        if now - asked > 1 and by_cpu:
+            cpu = sum(_cpu(pid) for pid in running)
+            if cpu - used > _BUSY * (now - asked):
+                moved = now
+            used, asked = cpu, now
+        if now - moved > patience or now - begun > limit:
+            return True
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _cpu(pid: int) -> float:
+    try:
+        process = psutil.Process(pid)
+        return sum(sum(p.cpu_times()[:2]) for p in (process, *process.children(recursive=True)))
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _status(pid: int, folder: Path, number: int, hung: bool) -> int | None:
+    """A rank's exit status; None if it had to be ended."""
+    done = folder / f"rank{number}.{one.DONE}"
+    if done.exists():
+        return int(done.read_text() or 0)
+    if hung and _alive(pid):
+        return None
+    _, code = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(code)
+
+
+def _stacks(pids: list[int], folder: Path) -> dict[int, list[Site]]:
+    """Where the ranks that hang are, by faulthandler, which needs no co-operation of what they hang in."""
+    hanging = [n for n, pid in enumerate(pids) if not (folder / f"rank{n}.{one.DONE}").exists() and _alive(pid)]
+    for number in hanging:
+        os.kill(pids[number], signal.SIGUSR2)
+    time.sleep(0.5)
+    return {number: _user_lines(_text(folder / f"rank{number}.stack")) for number in hanging}
+
+
+def _user_lines(dump: str) -> list[Site]:
+    main = next((block for block in re.split(r"\n(?=\S*[Tt]hread )", dump) if "runpy" in block), dump)
+    lines = [Site(file, int(line)) for file, line in re.findall(r'File "(.+?)", line (\d+)', main)]
+    return [s for s in lines if not foreign(s.file)]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+

@@ -1,0 +1,155 @@
+"""What a rank did, as lines of a file: written while it runs, so that they are there also when it hangs or dies.
+
+A record is one JSON object: `kind`, `t` (seconds), `at` (file, line of the user's code), and what the probe saw.
+Ranks write to files of their own and never talk to each other: the script's process group stays its own.
+"""
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+Record = dict[str, Any]
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(__file__) + os.sep
+_LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, sysconfig.get_paths()["purelib"] + os.sep, _TORCH, _OURS)
+_foreign: dict[str, bool] = {}
+
+
+class Site(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+def foreign(file: str) -> bool:
+    """Whether code in `file` is a library's and not the user's."""
+    if file not in _foreign:
+        _foreign[file] = file.startswith(("<", *_LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file
+    return _foreign[file]
+
+
+def site(depth: int = 2) -> Site | None:
+    """The innermost line of the user's code on the stack."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        if not foreign(frame.f_code.co_filename):
+            return Site(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+class Recorder:
+    """One rank's file. A worker process of a loader that inherits it writes to a file of its own."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.folder, self.rank = folder, rank
+        self.hidden = threading.local()
+        self._open()
+
+    def _open(self) -> None:
+        self.pid = os.getpid()
+        name = f"rank{self.rank}.jsonl" if not hasattr(self, "file") else f"rank{self.rank}.worker{self.pid}.jsonl"
+        self.file = (self.folder / name).open("a", buffering=1)
+
+    def write(self, kind: str, at: Site | None = None, **seen: Any) -> None:
+        """One record; `at` is the user's line, found on the stack if it is not given."""
+        if self.pid != os.getpid():
+            self._open()
+        record = {"kind": kind, "t": time.time(), "at": at or site(3), **seen}
+        self.file.write(json.dumps(record, default=str) + "\n")
+
+    @property
+    def in_worker(self) -> bool:
+        return self.pid != os.getpid() or torch.utils.data.get_worker_info() is not None
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether what runs now is a probe's own work or inside a call that was recorded as a whole."""
+        return getattr(self.hidden, "depth", 0) > 0
+
+    @contextmanager
+    def hide(self) -> Iterator[None]:
+        self.hidden.depth = getattr(self.hidden, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self.hidden.depth -= 1
+
+
+class Rank:
+    """The records of one rank, in order, and how its process ended."""
+
+    def __init__(self, number: int, records: list[Record], workers: list[list[Record]], status: int | None):
+        self.number, self.records, self.workers, self.status = number, records, workers, status
+        self.stack: list[Site] = []
+        """The user's lines it was in when it was found hanging, innermost first."""
+
+    def of(self, kind: str) -> list[Record]:
+        return [r for r in self.records if r["kind"] == kind]
+
+    def first(self, kind: str) -> Record | None:
+        return next((r for r in self.records if r["kind"] == kind), None)
+
+    @property
+    def steps(self) -> list[Record]:
+        """Its optimizer steps; of several optimizers, of the one that took most."""
+        steps = self.of("step")
+        counts = {n: sum(s["optimizer"] == n for s in steps) for n in {s["optimizer"] for s in steps}}
+        return [s for s in steps if s["optimizer"] == max(counts, key=lambda n: counts[n])] if counts else []
+
+
+class Trace:
+    """What all ranks did."""
+
+    def __init__(self, ranks: list[Rank], hung: bool = False, alone: "Trace | None" = None):
+        self.ranks, self.hung = ranks, hung
+        self.alone = alone
+        """The same script on one rank, where a check needed to compare."""
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+    def all(self, kind: str) -> Iterator[tuple[Rank, Record]]:
+        for rank in self.ranks:
+            for record in rank.of(kind):
+                yield rank, record
+
+
+def where(record: Record | None) -> Site | None:
+    return Site(*record["at"]) if record and record.get("at") else None
+
+
+def read(folder: Path, world: int, statuses: list[int | None]) -> list[Rank]:
+    """The ranks' files in `folder`. A last line that was cut off by the end of its process is left out."""
+    ranks = []
+    for number in range(world):
+        workers = [_lines(p) for p in sorted(folder.glob(f"rank{number}.worker*.jsonl"))]
+        ranks.append(Rank(number, _lines(folder / f"rank{number}.jsonl"), workers, statuses[number]))
+    return ranks
+
+
+def _lines(path: Path) -> list[Record]:
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
