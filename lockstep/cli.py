@@ -5,6 +5,7 @@ lockstep train RECIPE [flags]        train; RECIPE is a name or file.py:Class; -
 lockstep sample RUN [--n 64 ...]     generate with what was trained
 lockstep test RUN                    metrics on the test set
 lockstep verify RECIPE               show that one rank and many train the same model
+lockstep audit -- SCRIPT [flags]     find the silent distributed bugs of any training script
 """
 
 import atexit
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import distributed, launch, recipe, run, use, verify
+from .audit.command import audit
 from .flags import parse
 from .trainer import Diverged, NotSaved, Outcome, OutOfLockstep, OutOfMemory, Trainer
 
@@ -37,6 +39,7 @@ def _dispatch(words: Arguments) -> int:
         "predict": use.predict,
         "data": use.data,
         "verify": verify.verify,
+        "audit": audit,
     }
     if not words or words[0] in ("-h", "--help", "help"):
         print((__doc__ or "").strip())

@@ -28,7 +28,7 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
         patches.wrap(torch.cuda, name, lambda _, answer=answer: lambda *args, **kwargs: answer)
     patches.wrap(torch.cuda, "is_available", lambda _: lambda: _asked_by_user())
     patches.wrap(torch.cuda, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
-    patches.wrap(torch.cuda, "set_device", lambda _: chosen.choose)
+    patches.wrap(torch.cuda, "set_device", lambda _: lambda device: chosen.choose(device))
     patches.wrap(torch.cuda, "current_device", lambda _: lambda: chosen.current)
     patches.wrap(torch.cuda, "get_device_name", lambda _: lambda *_: "CPU in the place of a GPU")
     patches.wrap(torch, "load", _load)

@@ -7,6 +7,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,8 @@ def _started(order: Order, folder: Path) -> Iterator[list[int]]:
             if pid == 0:
                 try:
                     one.live(order, number, port, folder)
+                except BaseException:  # a fault of the audit itself: it must be seen, and end here
+                    traceback.print_exc()
                 finally:
                     os._exit(70)
             pids.append(pid)

@@ -22,7 +22,7 @@ JUDGES: tuple[Judge, ...] = (
 CAUSES = {
     # where the first is found, the second only follows from it
     "differing-schedule": {"unsynchronised"},
-    "uneven-steps": {"unsynchronised", "collective-mismatch", "hangs", "crashed", "repeated-samples", "unseen-samples"},
+    "uneven-steps": {"collective-mismatch", "hangs", "crashed", "repeated-samples", "unseen-samples"},
     "collective-mismatch": {"hangs", "crashed"},
     "no-gradient": {"crashed"},
     "differing-epoch": {"repeated-samples", "unseen-samples"},

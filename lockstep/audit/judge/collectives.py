@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..catalog import Finding, finding
 from ..trace import Rank, Record, Site, Trace, where
 
-_CONDITIONS = ("rank", "main", "master", "zero", "primary", "leader")
+_CONDITIONS = ("rank", "local", "main", "master", "zero", "primary", "leader")
 
 
 def judge(trace: Trace) -> Iterator[Finding]:

@@ -1,0 +1,134 @@
+"""lockstep audit: start any training script on a few ranks, watch it, say what is silently wrong with it."""
+
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from . import mapping, report
+from .catalog import Finding
+from .judge import judge
+from .rank import Order
+from .ranks import watch_ranks
+from .trace import Trace
+
+
+@dataclass
+class Audit:
+    """What to watch, and for how long. What follows -- is the script with its own flags, or -m and a module."""
+
+    nproc: int = 2
+    """Ranks to start."""
+    steps: int = 20
+    """Optimizer steps after which the audit has seen enough; 0: until the script ends."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """cpu: what the script does with CUDA and NCCL is done on the CPU with gloo. auto: so only where there is no GPU."""
+    json: Path | None = None
+    """Write the findings here, for programs."""
+    html: Path | None = None
+    """Write a report here, for people: one page with code, timeline and ledger."""
+    patience: float = 30.0
+    """Seconds without any progress on any rank after which the script is taken to hang."""
+    limit: float = 1800.0
+    """Seconds after which it is ended in any case."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("nproc", 1), ("steps", 0), ("patience", 0.1), ("limit", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is at least {least}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an audit found."""
+
+    words: list[str]
+    trace: Trace
+    findings: list[Finding]
+    printed: list[str]
+    """What each rank wrote to its standard output and error."""
+    notes: list[str]
+    """Where what was watched is not quite what the script would do elsewhere."""
+
+    @property
+    def status(self) -> int:
+        return int(any(f.severity == "error" for f in self.findings))
+
+
+def audit(words: list[str]) -> int:
+    """The command. Exit status 1 if there are errors, 2 if it could not begin."""
+    split = words.index("--") if "--" in words else len(words)
+    options = tyro.cli(Audit, args=words[:split], prog="lockstep audit", use_underscores=True)
+    verdict = examine(words[split + 1 :], options)
+    if options.json:
+        options.json.write_text(report.as_json(verdict))
+    if options.html:
+        options.html.write_text(report.as_html(verdict))
+    report.show(verdict)
+    return verdict.status
+
+
+def examine(script: list[str], options: Audit) -> Verdict:
+    """Run the script and judge what its ranks did."""
+    _check(script)
+    order, notes = _order(script, options)
+    trace, printed = watch_ranks(order, options.patience, options.limit)
+    if _scales_by_world(trace, script) and order.nproc > 1:
+        trace.alone, _ = watch_ranks(replace(order, nproc=1, steps=1), options.patience, options.limit)
+    return Verdict(script, trace, judge(trace), printed, notes + _remarks(trace, order))
+
+
+def _check(script: list[str]) -> None:
+    if not script:
+        raise ValueError("say what to audit: lockstep audit [flags] -- train.py [its flags], or -- -m module")
+    if script[0] == "-m":
+        if len(script) < 2:
+            raise ValueError("-m takes the name of a module")
+    elif not os.path.isfile(script[0]):
+        raise ValueError(f"there is no script {script[0]!r} here ({os.getcwd()})")
+
+
+def _order(script: list[str], options: Audit) -> tuple[Order, list[str]]:
+    mapped = mapping.needed(options.device)
+    gpus = 0 if mapped else torch.cuda.device_count()
+    if options.device == "cuda" and gpus == 0:
+        raise ValueError("--device cuda, but no GPU is visible; use --device cpu")
+    shares = not mapped and gpus < options.nproc
+    notes = []
+    if shares:
+        notes.append(
+            f"{options.nproc} ranks share one GPU (LOCAL_RANK is 0 for all, NCCL over sockets): which device a rank "
+            "would choose by itself is not seen, and timings mean nothing"
+        )
+    return Order(script, options.nproc, options.steps, mapped, shares), notes
+
+
+def _remarks(trace: Trace, order: Order) -> list[str]:
+    remarks = []
+    rank = trace.ranks[0]
+    if order.mapped and rank.of("device"):
+        remarks.append("CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled")
+    if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
+        remarks.append("sharded parameters are each rank's own: their weights were not compared")
+    spawn = rank.first("spawn")
+    if spawn and spawn["nprocs"] != trace.world:
+        remarks.append(f"the script would start {spawn['nprocs']} processes itself; it was watched on {trace.world}")
+    if not rank.of("loader"):
+        remarks.append("no DataLoader was used: which samples a rank saw is known only from the model's inputs")
+    return remarks
+
+
+def _scales_by_world(trace: Trace, script: list[str]) -> bool:
+    """Whether the source multiplies a learning rate by the world: worth a second run on one rank to compare with."""
+    files = {script[0]} if os.path.isfile(script[0]) else set()
+    files |= {r["at"][0] for r in trace.ranks[0].of("optimizer") if r.get("at")}
+    world = r"(world_?size|world|num_(gpus|processes|replicas)|n_?gpus?|get_world_size\(\)|device_count\(\))"
+    pattern = re.compile(rf"lr\b[^\n]*\*=?[^\n]*{world}|{world}[^\n]*\*[^\n]*lr\b", re.IGNORECASE)
+    return any(pattern.search(Path(f).read_text(errors="replace")) for f in files if os.path.isfile(f))
+
+
