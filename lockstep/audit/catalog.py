@@ -224,7 +224,7 @@ _kind(
 _kind(
     9, "foreign-parameters", "error",
     "The optimizer holds tensors of a model that is not the one in use; it updates what nobody reads.",
-    "model = make_model().to(device)     # all that replaces the model comes first\noptimizer = AdamW(model.parameters())",
+    "model = make_model().to(device)     # replace it before, not after\noptimizer = AdamW(model.parameters())",
 )  # fmt: skip
 _kind(
     10, "local-batch-norm", "warning",
@@ -325,7 +325,11 @@ _kind(
 _kind(
     17, "wrong-device", "error",
     "DDP was given another device than the one the rank works on.",
-    "local = int(os.environ['LOCAL_RANK'])\ntorch.cuda.set_device(local)\nmodel = DDP(model.cuda(), device_ids=[local])",
+    """
+    local = int(os.environ['LOCAL_RANK'])
+    torch.cuda.set_device(local)
+    model = DDP(model.cuda(), device_ids=[local])
+    """,
 )  # fmt: skip
 _kind(
     18, "waits", "note",

@@ -1,8 +1,6 @@
 """lockstep audit: start any training script on a few ranks, watch it, say what is silently wrong with it."""
 
-import os
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -27,7 +25,7 @@ class Audit:
     steps: int = 20
     """Optimizer steps after which the audit has seen enough; 0: until the script ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu: what the script does with CUDA and NCCL is done on the CPU with gloo. auto: so only where there is no GPU."""
+    """cpu: what the script does with CUDA and NCCL is done on the CPU with gloo. auto: so, where there is no GPU."""
     json: Path | None = None
     """Write the findings here, for programs."""
     html: Path | None = None
@@ -89,8 +87,8 @@ def _check(script: list[str]) -> None:
     if script[0] == "-m":
         if len(script) < 2:
             raise ValueError("-m takes the name of a module")
-    elif not os.path.isfile(script[0]):
-        raise ValueError(f"there is no script {script[0]!r} here ({os.getcwd()})")
+    elif not Path(script[0]).is_file():
+        raise ValueError(f"there is no script {script[0]!r} here ({Path.cwd()})")
 
 
 def _order(script: list[str], options: Audit) -> tuple[Order, list[str]]:
@@ -112,7 +110,9 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
     remarks = []
     rank = trace.ranks[0]
     if order.mapped and rank.of("device"):
-        remarks.append("CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled")
+        remarks.append(
+            "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"
+        )
     if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
         remarks.append("sharded parameters are each rank's own: their weights were not compared")
     spawn = rank.first("spawn")
@@ -125,10 +125,8 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
 
 def _scales_by_world(trace: Trace, script: list[str]) -> bool:
     """Whether the source multiplies a learning rate by the world: worth a second run on one rank to compare with."""
-    files = {script[0]} if os.path.isfile(script[0]) else set()
+    files = {script[0]} if Path(script[0]).is_file() else set()
     files |= {r["at"][0] for r in trace.ranks[0].of("optimizer") if r.get("at")}
     world = r"(world_?size|world|num_(gpus|processes|replicas)|n_?gpus?|get_world_size\(\)|device_count\(\))"
     pattern = re.compile(rf"lr\b[^\n]*\*=?[^\n]*{world}|{world}[^\n]*\*[^\n]*lr\b", re.IGNORECASE)
-    return any(pattern.search(Path(f).read_text(errors="replace")) for f in files if os.path.isfile(f))
-
-
+    return any(pattern.search(Path(f).read_text(errors="replace")) for f in files if Path(f).is_file())

@@ -6,6 +6,7 @@ with it is found here as it would be there. What cannot be had is said in the re
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     """Let this process believe that it has `gpus` GPUs."""
     chosen = Devices(recorder)
     for name, answer in _ANSWERS.items():
-        patches.wrap(torch.cuda, name, lambda _, answer=answer: lambda *args, **kwargs: answer)
+        patches.wrap(torch.cuda, name, partial(_always, answer))
     patches.wrap(torch.cuda, "is_available", lambda _: lambda: _asked_by_user())
     patches.wrap(torch.cuda, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
     patches.wrap(torch.cuda, "set_device", lambda _: lambda device: chosen.choose(device))
     patches.wrap(torch.cuda, "current_device", lambda _: lambda: chosen.current)
     patches.wrap(torch.cuda, "get_device_name", lambda _: lambda *_: "CPU in the place of a GPU")
     patches.wrap(torch, "load", _load)
+    patches.replace(torch, "Generator", _Generator)
     patches.wrap(torch, "compile", _compile)
     patches.wrap(torch.autocast, "__init__", _autocast)
     patches.wrap(torch.amp.GradScaler, "__init__", _scaler)
@@ -62,8 +64,12 @@ _ANSWERS: dict[str, Any] = {
 
 
 def _asked_by_user() -> bool:
-    """Whether the script itself asks. Accelerate and Lightning find their own way to the CPU if told there is no GPU."""
+    """Whether the script itself asks. Accelerate and Lightning find their own way to the CPU if there is no GPU."""
     return not foreign(sys._getframe(2).f_code.co_filename)
+
+
+def _always(answer: Any, original: Function) -> Function:
+    return lambda *args, **kwargs: answer
 
 
 class Devices:
@@ -75,10 +81,12 @@ class Devices:
         self.used: set[int] = set()
 
     def choose(self, device: Any) -> None:
+        self.recorder.on_gpu = True
         self.current = _index(device, self.current)
         self.recorder.write("device", op="set_device", index=self.current)
 
     def use(self, device: Any) -> None:
+        self.recorder.on_gpu = True
         index = _index(device, self.current)
         if index not in self.used:
             self.used.add(index)
@@ -113,7 +121,10 @@ class _OnCpu(TorchFunctionMode):
             return args[0]
         if name == "pin_memory":
             return args[0]
-        device = next((a for a in (*args[1:], *kwargs.values()) if _is_cuda(a)), None)
+        first = 1
+        if name == "_parse_to":  # what Module.to was told
+            first, args = 0, tuple(torch.device("cuda", a) if type(a) is int else a for a in args)
+        device = next((a for a in (*args[first:], *kwargs.values()) if _is_cuda(a)), None)
         if device is not None:
             self.chosen.use(device)
             args = tuple(CPU if _is_cuda(a) else a for a in args)
@@ -122,6 +133,13 @@ class _OnCpu(TorchFunctionMode):
             self.chosen.use(args[1])
             args = (args[0], CPU, *args[2:])
         return func(*args, **kwargs)
+
+
+class _Generator(torch.Generator):
+    """One for any device, on the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> "_Generator":
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
 def _load(original: Function) -> Function:

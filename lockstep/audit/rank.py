@@ -43,7 +43,7 @@ def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
     output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdin = open(os.devnull)  # noqa: SIM115
+    sys.stdin = Path(os.devnull).open()  # noqa: SIM115
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     stack = (folder / f"rank{rank}.stack").open("w")
@@ -74,19 +74,18 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
     patches = probes.Patches()
     if order.mapped:
         mapping.install(recorder, patches, order.nproc)
-    gpu = order.mapped or torch.cuda.device_count() > 0
-    probes.install(recorder, order.steps, lambda: _enough(recorder, folder), cuda=gpu)
+    probes.install(recorder, order.steps, lambda: _enough(recorder, folder))
     probes.start_ranks_here(patches, recorder)
     words = order.words
     recorder.write("start", None, argv=words, environment=_settings())
     try:
         if words[0] == "-m":
             sys.argv = words[1:]
-            sys.path.insert(0, os.getcwd())
+            sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(words)
-            sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")
         recorder.write("end", None, how="done", status=0)
         return 0

@@ -9,14 +9,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from . import rank as one
 from .rank import Order
-from .trace import Rank, Site, Trace, foreign, read
+from .trace import Site, Trace, foreign, read
 
 _POLL = 0.05
 _BUSY = 0.02
@@ -70,10 +70,8 @@ def _kill(pid: int) -> None:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
-    try:
+    with suppress(ChildProcessError):
         os.waitpid(pid, 0)
-    except ChildProcessError:
-        pass
 
 
 def _wait(pids: list[int], folder: Path, patience: float, limit: float, by_cpu: bool) -> bool:
@@ -141,5 +139,3 @@ def _user_lines(dump: str) -> list[Site]:
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
-
-

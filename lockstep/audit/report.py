@@ -37,7 +37,9 @@ def show(verdict: "Verdict", console: Console | None = None) -> None:
     for finding in verdict.findings:
         colour = _COLOURS[finding.severity]
         place = f"  {finding.at.file}:{finding.at.line}" if finding.at else ""
-        console.print(f"[{colour}]{finding.severity}[/] [bold]{escape(finding.kind.name)}[/]{escape(place)}", soft_wrap=True)
+        console.print(
+            f"[{colour}]{finding.severity}[/] [bold]{escape(finding.kind.name)}[/]{escape(place)}", soft_wrap=True
+        )
         line = _source_line(finding)
         if line:
             console.print(f"    [dim]> {escape(line)}[/]", soft_wrap=True)
@@ -83,7 +85,9 @@ def as_json(verdict: "Verdict") -> str:
         }
         for f in verdict.findings
     ]
-    ranks = [{"rank": r.number, "steps": len(r.steps), "status": r.status, "end": doing(r)} for r in verdict.trace.ranks]
+    ranks = [
+        {"rank": r.number, "steps": len(r.steps), "status": r.status, "end": doing(r)} for r in verdict.trace.ranks
+    ]
     return json.dumps(
         {
             "script": verdict.words,
@@ -95,5 +99,3 @@ def as_json(verdict: "Verdict") -> str:
         },
         indent=2,
     )
-
-

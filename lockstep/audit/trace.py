@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 Record = dict[str, Any]
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(__file__) + os.sep
-_LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, sysconfig.get_paths()["purelib"] + os.sep, _TORCH, _OURS)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+OURS = str(Path(__file__).parent) + os.sep
+_LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, sysconfig.get_paths()["purelib"] + os.sep, _TORCH, OURS)
 _foreign: dict[str, bool] = {}
 
 
@@ -32,7 +32,7 @@ class Site(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
+        return f"{Path(self.file).name}:{self.line}"
 
 
 def foreign(file: str) -> bool:
@@ -57,6 +57,8 @@ class Recorder:
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
+        self.on_gpu = False
+        """Whether the script works on a GPU, or believes to: waits for the device mean something there."""
         self.hidden = threading.local()
         self._open()
 
@@ -135,21 +137,24 @@ def where(record: Record | None) -> Site | None:
 
 
 def read(folder: Path, world: int, statuses: list[int | None]) -> list[Rank]:
-    """The ranks' files in `folder`. A last line that was cut off by the end of its process is left out."""
+    """The ranks' files in `folder`."""
     ranks = []
     for number in range(world):
-        workers = [_lines(p) for p in sorted(folder.glob(f"rank{number}.worker*.jsonl"))]
-        ranks.append(Rank(number, _lines(folder / f"rank{number}.jsonl"), workers, statuses[number]))
+        workers = [lines(_text(p)) for p in sorted(folder.glob(f"rank{number}.worker*.jsonl"))]
+        ranks.append(Rank(number, lines(_text(folder / f"rank{number}.jsonl")), workers, statuses[number]))
     return ranks
 
 
-def _lines(path: Path) -> list[Record]:
-    if not path.exists():
-        return []
+def lines(text: str) -> list[Record]:
+    """The records of a file. A last line that was cut off by the end of its process is left out."""
     records = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in text.splitlines():
         try:
             records.append(json.loads(line))
         except ValueError:
             continue
     return records
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""

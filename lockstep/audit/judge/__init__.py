@@ -21,12 +21,12 @@ JUDGES: tuple[Judge, ...] = (
 )
 CAUSES = {
     # where the first is found, the second only follows from it
-    "differing-schedule": {"unsynchronised"},
+    "differing-schedule": {"unsynchronised", "local-metric"},
     "uneven-steps": {"collective-mismatch", "hangs", "crashed", "repeated-samples", "unseen-samples"},
     "collective-mismatch": {"hangs", "crashed"},
     "no-gradient": {"crashed"},
     "differing-epoch": {"repeated-samples", "unseen-samples"},
-    "differing-splits": {"overlapping-splits", "repeated-samples", "unseen-samples"},
+    "differing-splits": {"padded-evaluation", "overlapping-splits", "repeated-samples", "unseen-samples"},
     "foreign-parameters": {"nothing-changed", "no-gradient", "untrained-parameters"},
     "nothing-left-to-train": {"no-steps"},
     "repeated-samples": {"unseen-samples", "unsharded-stream"},

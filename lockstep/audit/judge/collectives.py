@@ -1,9 +1,9 @@
 """Ranks call the same collectives in the same order, take as many steps, and come to an end."""
 
 import ast
-import os
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
 from ..catalog import Finding, finding
 from ..trace import Rank, Record, Site, Trace, where
@@ -37,10 +37,14 @@ def doing(rank: Rank) -> str:
         return "had taken its steps"
     end = rank.first("end")
     if end:
-        return "had ended" if end["how"] != "crash" else f"had failed at {where(end)}: {end['why'].splitlines()[0][:120]}"
+        return (
+            "had ended" if end["how"] != "crash" else f"had failed at {where(end)}: {end['why'].splitlines()[0][:120]}"
+        )
     if opened is None:
         return f"was at {place}"
-    name = "backward (gradients are synchronised there)" if opened["kind"] == "backward" else opened.get("op", "forward")
+    name = (
+        "backward (gradients are synchronised there)" if opened["kind"] == "backward" else opened.get("op", "forward")
+    )
     return f"waits in {name} at {place}"
 
 
@@ -71,7 +75,7 @@ def _sequence(rank: Rank, group: list[int] | None) -> list[Record]:
 def _signature(call: Record) -> tuple[object, ...]:
     # only an all-reduce, a broadcast or a reduce need the same shape everywhere
     shape = tuple(call.get("shape") or ()) if call["op"] in ("all_reduce", "broadcast", "reduce") else ()
-    return call["op"], shape, call.get("dtype") if shape else None, call.get("root")
+    return call["op"], shape, call.get("dtype") if shape else None, call.get("root"), str(call.get("members"))
 
 
 def _describe(call: Record) -> str:
@@ -115,22 +119,18 @@ def _lonely(trace: Trace, members: list[Rank], present: list[tuple[Rank, Record]
 @lru_cache
 def _source(file: str) -> ast.Module | None:
     try:
-        with open(file) as f:
-            return ast.parse(f.read())
-    except (OSError, SyntaxError):
+        return ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, UnicodeDecodeError):
         return None
 
 
 def _depends_on_rank(at: Site | None) -> bool:
     """Whether a line lies in a branch whose condition speaks of the rank."""
-    tree = _source(at.file) if at and os.path.exists(at.file) else None
+    tree = _source(at.file) if at else None
     if tree is None or at is None:
         return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and node.lineno <= at.line <= (node.end_lineno or 0):
-            if any(word in ast.unparse(node.test).lower() for word in _CONDITIONS):
-                return True
-    return False
+    around = [n for n in ast.walk(tree) if isinstance(n, ast.If) and n.lineno <= at.line <= (n.end_lineno or 0)]
+    return any(word in ast.unparse(node.test).lower() for node in around for word in _CONDITIONS)
 
 
 def _uneven(trace: Trace) -> Finding | None:
@@ -143,8 +143,14 @@ def _uneven(trace: Trace) -> Finding | None:
     few = backwards.index(min(backwards)) if len(set(backwards)) > 1 else steps.index(min(steps))
     rank = trace.ranks[few]
     last = [r for r in rank.records if r["kind"] == "backward"]
-    counts = ", ".join(f"rank {n}: {b} backward, {s} steps" for n, (b, s) in enumerate(zip(backwards, steps, strict=True)))
-    what = "ranks take different numbers of backward passes" if len(set(backwards)) > 1 else "ranks take different numbers of steps"
+    counts = ", ".join(
+        f"rank {n}: {b} backward, {s} steps" for n, (b, s) in enumerate(zip(backwards, steps, strict=True))
+    )
+    what = (
+        "ranks take different numbers of backward passes"
+        if len(set(backwards)) > 1
+        else "ranks take different numbers of steps"
+    )
     return finding("uneven-steps", what, where(last[-1] if last else rank.first("optimizer")), counts, *_doing(trace))
 
 

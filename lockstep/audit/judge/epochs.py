@@ -1,6 +1,7 @@
 """A new order in every epoch, the same on all ranks."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ..catalog import Finding, finding
 from ..trace import Trace, where
@@ -18,7 +19,7 @@ def judge(trace: Trace) -> Iterator[Finding]:
     training = [one for one in passes(trace.ranks[0]) if one.trains and one.index]
     if trace.world > 1 and not together(trace):
         return
-    for before, after in zip(training, training[1:], strict=False):
+    for before, after in pairwise(training):
         n = min(len(before.index), len(after.index))
         if before.at != after.at or n < 8 or not before.ended or before.loader["size"] != after.loader["size"]:
             continue

@@ -11,7 +11,7 @@ def judge(trace: Trace) -> Iterator[Finding]:
     writers: dict[str, set[int]] = defaultdict(set)
     for rank, save in trace.all("save"):
         writers[save["path"]].add(rank.number)
-    for rank, save in trace.all("save"):
+    for _, save in trace.all("save"):
         if len(writers[save["path"]]) > 1:
             ranks = ", ".join(map(str, sorted(writers[save["path"]])))
             yield finding("several-writers", f"ranks {ranks} write the same file", where(save), save["path"])

@@ -28,8 +28,8 @@ def common(sums: list[dict[str, int]]) -> list[dict[str, int]]:
 
 
 def _weights(trace: Trace) -> Iterator[Finding]:
-    if trace.world == 1:
-        return
+    if trace.world == 1 or any(rank.first("join") for rank in trace.ranks):
+        return  # under Join the k-th step of one rank is not that of another
     before = [_by_step(rank, "weights") for rank in trace.ranks]
     steps = [_by_step(rank, "step") for rank in trace.ranks]
     for key in sorted(set.intersection(*(set(s) for s in steps)), key=lambda k: k[1]):
@@ -43,7 +43,9 @@ def _weights(trace: Trace) -> Iterator[Finding]:
         start = (key[0], 0)
         same_start = all(start in b for b in before) and not differing(common([b[start]["sums"] for b in before]))
         at, cause = _cause(trace, records[0], name, same_start)
-        seen = f"after step {key[1]} {count} of {len(records[0]['sums'])} tensors of rank {rank} are not those of rank 0"
+        seen = (
+            f"after step {key[1]} {count} of {len(records[0]['sums'])} tensors of rank {rank} are not those of rank 0"
+        )
         yield finding("unsynchronised", f"the ranks train different models: {cause}", at, f"{seen}, first {name}")
         return
 
@@ -54,7 +56,7 @@ def _cause(trace: Trace, step: Record, name: str, same_start: bool) -> tuple[Sit
     around = rank.first("around")
     wraps = rank.of("ddp")
     forwards = [f for f in rank.of("forward") if f["learning"]]
-    loose = next((s["loose"] for s in rank.of("step") if s.get("loose")), [])
+    loose: list[str] = next((s["loose"] for s in rank.of("step") if s.get("loose")), [])
     if around:
         return where(around), "the forward pass goes around DDP (through .module), which then synchronises nothing"
     if wraps and not forwards:
@@ -101,11 +103,12 @@ def _schedule(trace: Trace) -> Iterator[Finding]:
 def _buffers(trace: Trace) -> Iterator[Finding]:
     if trace.world == 1:
         return
-    for _, record in trace.all("ddp"):
-        if record["local_norms"] and trace.ranks[0].steps:
+    for record in trace.ranks[0].of("buffers"):
+        if record["local_norms"]:
+            wrap = next((r for r in trace.ranks[0].of("ddp") if r["n"] == record["ddp"]), None)
             names = ", ".join(record["local_norms"][:3])
             what = f"{len(record['local_norms'])} BatchNorm layers use the statistics of each rank alone"
-            yield finding("local-batch-norm", what, where(record), f"layers: {names}")
+            yield finding("local-batch-norm", what, where(wrap), f"layers: {names}")
             break
     tables = [{(r["ddp"], r["n"]): r for r in rank.of("buffers")} for rank in trace.ranks]
     for key in sorted(set.intersection(*(set(t) for t in tables))):
@@ -165,6 +168,6 @@ def _gradients(trace: Trace) -> Iterator[Finding]:
         what = f"{len(unowned[-1])} parameters get gradients but are in no optimizer"
         yield finding("untrained-parameters", what, where(rank.first("optimizer")), names)
     searches = [s["searched_in_vain"] for r in trace.ranks for s in r.of("step") if "searched_in_vain" in s]
-    if len(searches) >= 2 * trace.world and all(searches):
+    if len(searches) >= 2 * trace.world and all(searches) and not any(waiting[-1:]):
         what = "find_unused_parameters=True, but every parameter is used in every step"
         yield finding("needless-unused-search", what, wrap, f"{len(steps)} steps on {trace.world} ranks")

@@ -23,6 +23,7 @@ class Pass:
     ended: bool = False
     index: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
+    batches: int = 0
     rows: int = 0
     """Most samples in a batch."""
     fed: int = 0
@@ -48,6 +49,8 @@ def passes(rank: Rank) -> list[Pass]:
             last.index += record.get("index", [])
             last.hashes += record.get("hashes", [])
             last.rows = max(last.rows, record["rows"])
+            last.batches += 1
+            last.ended |= last.batches == last.loader["batches"]  # some loops count and never ask for one more
         elif kind == "pass_end" and (key := (record["n"], record["epoch"])) in found:
             found[key].ended = True
         elif kind == "backward" and last is not None:
@@ -108,8 +111,9 @@ def _shards(group: list[Pass], world: int) -> Iterator[Finding]:
         yield finding("repeated-samples", what, at, seen, f"sampler: {group[0].loader['sampler']}")
     elif not group[0].trains and twice and not all(set(i) == set(lists[0]) for i in lists):
         what = f"{len(twice)} samples are evaluated on several ranks, and count more than once"
-        seen = f"{len(counts)} samples, {sum(map(len, lists))} evaluations; sample {twice[0]} on ranks {_holders(lists, twice[0])}"
-        yield finding("padded-evaluation", what, at, seen)
+        seen = f"{len(counts)} samples, {sum(map(len, lists))} evaluations"
+        again = f"sample {twice[0]} on ranks {_holders(lists, twice[0])}"
+        yield finding("padded-evaluation", what, at, seen, again)
     yield from _unseen(group, counts, world)
 
 
@@ -148,7 +152,9 @@ def _streams(group: list[Pass]) -> Iterator[Finding]:
     within = max(len(h) / len(set(h)) for h in lists)
     if shared > 0.5:
         what = "every rank reads the whole stream"
-        yield finding("unsharded-stream", what, group[0].at, f"{100 * shared:.0f} % of the samples are on several ranks")
+        yield finding(
+            "unsharded-stream", what, group[0].at, f"{100 * shared:.0f} % of the samples are on several ranks"
+        )
     elif within > 1.5:
         what = "every worker reads the whole stream"
         yield finding("unsharded-stream", what, group[0].at, f"each sample comes {within:.0f} times on one rank")
@@ -197,7 +203,7 @@ def _metrics(groups: list[list[Pass]], trace: Trace) -> Iterator[Finding]:
         if not all(lists) or any(set(part) & set(lists[0]) == set(part) for part in lists[1:]):
             continue  # unknown, or every rank evaluates everything
         later = _until_training(first.after)
-        if later is not None and not any(r["kind"] == "collective" for r in later) and not _inside(first, trace.ranks[0]):
+        if later is not None and not any(map(_brings_together, later)) and not _inside(first, trace.ranks[0]):
             what = "each rank evaluates a part of the set, and the parts are never put together"
             sizes = ", ".join(f"rank {n}: {len(part)} samples" for n, part in enumerate(lists))
             yield finding("local-metric", what, first.at, sizes)
@@ -207,16 +213,25 @@ def _metrics(groups: list[list[Pass]], trace: Trace) -> Iterator[Finding]:
 def _until_training(records: list[Record]) -> list[Record] | None:
     """What follows an evaluation; None if the audit ended before it was used."""
     for n, record in enumerate(records):
-        if record["kind"] in ("backward", "end"):
+        if record["kind"] in ("backward", "end", "loader"):
             return records[:n]
     return None
+
+
+def _brings_together(record: Record) -> bool:
+    """Whether a record is of a collective that may carry a metric. Libraries also use some to agree on what to do."""
+    if record["kind"] != "collective" or record["phase"] != "in":
+        return False
+    if record["op"] in ("barrier", "broadcast", "broadcast_object_list"):
+        return False
+    return not record["by_library"] or "gather" in record["op"] or str(record.get("dtype")).startswith("float")
 
 
 def _inside(one: Pass, rank: Rank) -> bool:
     """Whether ranks met while the pass went on: metrics that are reduced batch by batch."""
     start, number = one.loader["t"], (one.loader["n"], one.loader["epoch"])
     end = next((r["t"] for r in rank.of("pass_end") if (r["n"], r["epoch"]) == number), start)
-    return any(start <= c["t"] <= end for c in rank.of("collective"))
+    return any(start <= c["t"] <= end for c in rank.of("collective") if _brings_together(c))
 
 
 def _inputs(trace: Trace) -> Iterator[Finding]:

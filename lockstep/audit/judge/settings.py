@@ -96,7 +96,7 @@ def _loading(rank: Rank) -> Iterator[Finding]:
 
 def _environment(rank: Rank) -> Iterator[Finding]:
     start = rank.first("start")
-    given = {name: None for name in (start["environment"] if start else {})}
+    given: dict[str, Site | None] = dict.fromkeys(start["environment"] if start else {})
     changes = rank.of("setting")
     for name, at in [*given.items(), *((c["name"], where(c)) for c in changes)]:
         if name in DEAD:

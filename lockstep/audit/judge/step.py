@@ -2,17 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from ..catalog import Finding, finding
-from ..trace import Record, Site, Trace, where
+from ..trace import Record, Trace, where
 
 
 def judge(trace: Trace) -> Iterator[Finding]:
     rank = trace.ranks[0]
-    stale = [b for b in rank.of("backward") if b.get("stale")]
+    stale = [s for s in rank.of("step") if s["stale"] and s["backwards"]]
     if len(stale) >= 2:
         what = "gradients of the step before are still there when the next one's are computed"
-        yield finding("no-zero-grad", what, where(rank.first("step")), f"seen before {len(stale)} backward passes")
+        yield finding("no-zero-grad", what, where(stale[0]), f"seen in {len(stale)} steps, first in {stale[0]['n']}")
     for record in rank.of("step"):
         if record["backwards"] == 0 and not record.get("idle"):
             what = "an optimizer step without a backward pass since the last one"
@@ -30,50 +31,58 @@ def judge(trace: Trace) -> Iterator[Finding]:
         break
 
 
+@dataclass
+class _Step:
+    """What led to one optimizer step."""
+
+    backwards: list[Record] = field(default_factory=list)
+    syncs: list[bool] = field(default_factory=list)
+    """Of each forward pass of a wrapper: whether its backward pass synchronises."""
+    passes: list[tuple[int, int]] = field(default_factory=list)
+    """The pass of a loader that the batch of each backward pass came from."""
+
+
+def _steps(records: list[Record]) -> tuple[list[_Step], int]:
+    """The finished steps, and how many batches there were in all."""
+    steps, last, batches = [_Step()], (-1, -1), 0
+    for record in records:
+        kind, now = record["kind"], steps[-1]
+        if kind == "backward" and record["phase"] == "in":
+            now.backwards.append(record)
+            now.passes.append(last)
+        elif kind == "forward" and record["phase"] == "out" and record["learning"]:
+            now.syncs.append(record["syncs"])
+        elif kind == "batch":
+            batches, last = batches + 1, (record["n"], record["epoch"])
+        elif kind == "zero_grad" and now.backwards:
+            steps[-1] = _Step()
+        elif kind == "step":
+            steps.append(_Step())
+    return [s for s in steps[:-1] if s.backwards], batches
+
+
 def _accumulation(records: list[Record], world: int) -> Iterator[Finding]:
     """Several batches for one step: scaled, synchronised once, with no remainder."""
-    steps: list[list[Record]] = [[]]
-    syncs: list[list[bool]] = [[]]
-    batches = 0
-    tails: list[tuple[int, Record]] = []
-    for record in records:
-        kind = record["kind"]
-        if kind == "backward" and record["phase"] == "in":
-            steps[-1].append(record)
-        elif kind == "forward" and record["phase"] == "out" and record["learning"]:
-            syncs[-1].append(record["syncs"])
-        elif kind == "batch":
-            batches += 1
-        elif kind == "step":
-            steps.append([])
-            syncs.append([])
-        elif kind == "pass_end" and steps[-1]:
-            tails.append((len(steps[-1]), record))
-        elif kind == "zero_grad":
-            tails = [t for t in tails if not steps[-1] or len(steps[-1]) > t[0]]
-            if not tails or steps[-1]:
-                steps[-1] = []
-    done = [s for s in steps[:-1] if s]
-    usual = Counter(map(len, done)).most_common(1)
+    done, batches = _steps(records)
+    usual = Counter(len(s.backwards) for s in done).most_common(1)
     micro = usual[0][0] if usual else 1
-    if micro < 2 or len({_site(b) for s in done for b in s}) > 1 or batches < 2 * len(done):
+    if micro < 2 or len({where(b) for s in done for b in s.backwards}) > 1 or batches < 2 * len(done):
         return
-    at = _site(done[0][0])
-    if not any(b["scaled"] for s in done for b in s):
+    at = where(done[0].backwards[0])
+    if not any(b["scaled"] for s in done for b in s.backwards):
         what = f"gradients of {micro} micro-batches are summed, and the loss is not divided by {micro}"
         yield finding("unscaled-accumulation", what, at, f"{len(done)} steps of {micro} backward passes")
-    if world > 1 and (flags := [s for s in syncs[: len(done)] if len(s) == micro]) and all(all(s) for s in flags):
+    flags = [s.syncs for s in done if len(s.syncs) == micro]
+    if world > 1 and flags and all(all(s) for s in flags):
         what = f"gradients are synchronised in all {micro} micro-batches of a step"
         yield finding("needless-sync", what, at, f"{micro * len(done)} synchronisations for {len(done)} steps")
-    if any(len(s) > micro or _spans(s, tails) for s in done):
-        what = "gradients of an epoch's last micro-batches are used in the next epoch's first step"
-        yield finding("leaking-accumulation", what, at, f"{tails[0][0] if tails else 1} of {micro} were left over")
-
-
-def _spans(step: list[Record], tails: list[tuple[int, Record]]) -> bool:
-    """Whether a loader's pass ended between the backward passes of one step."""
-    return any(step[0]["t"] < end["t"] < step[-1]["t"] for _, end in tails)
-
-
-def _site(record: Record) -> Site | None:
-    return where(record)
+    places = {(r["n"], r["epoch"]): where(r) for r in records if r["kind"] == "loader"}
+    for n, step in enumerate(done):
+        sites = [places.get(p) for p in set(step.passes)]
+        if len(set(sites)) < len(sites):
+            what = "gradients of an epoch's last micro-batches are used in the next epoch's first step"
+            left = step.passes.count(step.passes[0])
+            yield finding(
+                "leaking-accumulation", what, at, f"step {n + 1}: {left} of {len(step.passes)} were left over"
+            )
+            return

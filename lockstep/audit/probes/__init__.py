@@ -11,10 +11,10 @@ from .spawn import start_ranks_here
 __all__ = ["Patches", "install", "start_ranks_here"]
 
 
-def install(recorder: Recorder, limit: int = 0, on_limit: Callable[[], None] | None = None, cuda: bool = False) -> Patches:
+def install(recorder: Recorder, limit: int = 0, on_limit: Callable[[], None] | None = None) -> Patches:
     """Watch this process from now on; `undo` of what comes back ends it. `limit` steps lead to `on_limit`."""
     patches = Patches()
-    context = Context(recorder, limit, on_limit, cuda)
+    context = Context(recorder, limit, on_limit)
     for subject in (collectives, training, data, randomness, precision, files, waits):
         subject.install(context, patches)
     return patches

@@ -1,10 +1,13 @@
 """Collectives, with the line that calls each: entered, left, failed."""
 
+import sys
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..trace import foreign
 from .context import Context
 from .patch import Function, Patches
 
@@ -12,16 +15,27 @@ SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter"
 """All ranks must bring the same number of elements."""
 ALL = (
     *SHAPED, "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier", "monitored_barrier",
-    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "new_group",
 )  # fmt: skip
 _ROOTS = ("src", "dst", "group_src", "group_dst")
 
 
 def install(context: Context, patches: Patches) -> None:
     for name in ALL:
-        patches.wrap(dist, name, lambda original, name=name: _watched(context, name, original))
+        patches.wrap(dist, name, partial(_watched, context, name))
     for name in ("init_process_group", "destroy_process_group"):
-        patches.wrap(dist, name, lambda original, name=name: _watched(context, name, original))
+        patches.wrap(dist, name, partial(_watched, context, name))
+    patches.wrap(dist, "init_process_group", lambda original: _keep_store(patches, original))
+    if dist.is_initialized():
+        patches.store = dist.distributed_c10d._get_default_store()
+
+
+def _keep_store(patches: Patches, original: Function) -> Function:
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        patches.store = dist.distributed_c10d._get_default_store()
+
+    return init_process_group
 
 
 def _watched(context: Context, name: str, original: Function) -> Function:
@@ -29,7 +43,9 @@ def _watched(context: Context, name: str, original: Function) -> Function:
         if context.hidden:
             return original(*args, **kwargs)
         number = context.collectives = context.collectives + 1
-        context.recorder.write("collective", phase="in", op=name, n=number, **_signature(name, args, kwargs))
+        library = foreign(sys._getframe(1).f_code.co_filename)
+        seen = _signature(name, args, kwargs)
+        context.recorder.write("collective", phase="in", op=name, n=number, by_library=library, **seen)
         try:
             with context.recorder.hide():
                 result = original(*args, **kwargs)
@@ -50,6 +66,8 @@ def _signature(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
         seen["group"] = dist.get_process_group_ranks(group)
     if name in SHAPED and tensor is not None:
         seen["shape"], seen["dtype"] = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    if name == "new_group":
+        seen["members"] = next((list(r) for r in (kwargs.get("ranks"), *args[:1]) if r is not None), None)
     root = next((kwargs[k] for k in _ROOTS if k in kwargs), None)
     if root is None and name in ("broadcast", "reduce", "broadcast_object_list") and len(args) > 1:
         root = args[1]

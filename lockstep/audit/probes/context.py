@@ -25,10 +25,8 @@ def worth_a_look(n: int) -> bool:
 class Context:
     """Shared by all probes of a rank."""
 
-    def __init__(self, recorder: Recorder, limit: int, on_limit: Callable[[], None] | None, cuda: bool):
+    def __init__(self, recorder: Recorder, limit: int, on_limit: Callable[[], None] | None):
         self.recorder, self.limit, self.on_limit = recorder, limit, on_limit
-        self.cuda = cuda
-        """Whether the script believes to be on a GPU: waits for the device mean something there."""
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.wrappers: list[DistributedDataParallel] = []
         self.covered: set[int] = set()
@@ -38,7 +36,7 @@ class Context:
         self.backwards = 0
         self.forwards = 0
         self.in_loop = False
-        """From the first forward pass of training to the end of the loader's pass: where a wait for the device costs."""
+        """From the first forward pass of training to the end of the loader's pass: where a wait costs."""
         self.scaler_at_work = False
         """Whether a scaler multiplied the loss whose backward pass comes next."""
         self.collectives = 0

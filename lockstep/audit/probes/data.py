@@ -49,6 +49,8 @@ class Data:
             self.context.roots()
             self.context.in_loader += 1
             start, at = time.perf_counter(), site()
+            if loader._iterator is not None:  # workers that persist go through it again
+                loader._iterator.__dict__.pop("_lockstep", None)
             try:
                 iterator = original(loader)
             finally:
@@ -66,9 +68,10 @@ class Data:
             "dataset": _place(self.datasets, root),
             "type": type(root).__name__,
             "streams": isinstance(root, IterableDataset),
-            "size": len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,  # type: ignore[arg-type]
+            "size": len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
             "subset": places if places is not None and len(places) <= 100_000 else None,
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            "batches": _length(loader),
             "workers": loader.num_workers,
             "sampler": type(loader.sampler).__name__ if hasattr(loader, "sampler") else None,
             "drops": bool(loader.drop_last),
@@ -114,9 +117,9 @@ class Data:
         index = passing.drawn.popleft() if passing.drawn else None
         index = [index] if isinstance(index, int) else index
         seen: dict[str, Any] = {"n": passing.loader, "epoch": passing.epoch}
-        _, places = _root(self.loaders[passing.loader].dataset)
+        root, places = _root(self.loaders[passing.loader].dataset)
         whole = isinstance(index, (list, tuple)) and all(isinstance(i, int) for i in index)
-        if whole and not isinstance(_root(self.loaders[passing.loader].dataset)[0], IterableDataset):
+        if index and whole and not isinstance(root, IterableDataset):
             seen["index"] = [places[i] for i in index] if places is not None else list(index)
         leaves = list(tensors(batch))
         with self.recorder.hide():
@@ -164,6 +167,13 @@ def _place(known: list[Any], thing: Any) -> int:
             return n
     known.append(thing)
     return len(known) - 1
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # a stream
+        return None
 
 
 def _root(dataset: Any) -> tuple[Any, list[int] | None]:

@@ -3,6 +3,7 @@
 import builtins
 import os
 import shutil
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -41,8 +42,8 @@ class Files:
     def save(self, original: Function) -> Function:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.context.hidden and isinstance(f, (str, os.PathLike)):
-                path = os.path.abspath(f)
-                seen = {"path": path, "existed": os.path.exists(path), "keys": _keys(obj)[:5], **_contents(obj)}
+                path = str(Path(f).absolute())
+                seen = {"path": path, "existed": Path(path).exists(), "keys": _keys(obj)[:5], **_contents(obj)}
                 self.recorder.write("save", **seen)
             with self.recorder.hide():
                 return original(obj, f, *args, **kwargs)
@@ -54,7 +55,7 @@ class Files:
             with self.recorder.hide():
                 result = original(f, *args, **kwargs)
             if not self.context.hidden and isinstance(f, (str, os.PathLike)):
-                self.recorder.write("load", path=os.path.abspath(f), **_contents(result))
+                self.recorder.write("load", path=str(Path(f).absolute()), **_contents(result))
             return result
 
         return load
@@ -62,7 +63,7 @@ class Files:
     def move(self, original: Function) -> Function:
         def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.context.recorder.is_hidden and (at := site()) is not None:
-                self.recorder.write("move", at, source=os.path.abspath(source), path=os.path.abspath(target))
+                self.recorder.write("move", at, source=str(Path(source).absolute()), path=str(Path(target).absolute()))
             return original(source, target, *args, **kwargs)
 
         return move

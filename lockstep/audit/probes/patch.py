@@ -16,6 +16,8 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
+        self.store: Any = None
+        """The key-value store of the process group, kept for after the group is gone."""
 
     def wrap(self, owner: Any, name: str, around: Callable[[Function], Function]) -> None:
         """Replace `owner.name` by `around(owner.name)`."""
@@ -29,6 +31,11 @@ class Patches:
         setattr(owner, name, classmethod(watched) if isinstance(before, classmethod) else watched)
         self._undo.append(lambda: setattr(owner, name, before) if own else delattr(owner, name))
 
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, before))
+
     def later(self, undo: Callable[[], Any]) -> None:
         self._undo.append(undo)
 
@@ -39,7 +46,7 @@ class Patches:
             return
         finder = _Finder(module, act)
         sys.meta_path.insert(0, finder)
-        self._undo.append(lambda: finder in sys.meta_path and sys.meta_path.remove(finder))
+        self._undo.append(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
 
     def undo(self) -> None:
         while self._undo:

@@ -1,5 +1,6 @@
 """Autocast, gradient scalers and clipping, in the order they are used."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ def install(context: Context, patches: Patches) -> None:
     scaler = torch.amp.GradScaler
     patches.wrap(scaler, "__init__", probe.scaler)
     for name in ("scale", "unscale_", "step", "update"):
-        patches.wrap(scaler, name, lambda original, name=name: probe.scaling(name, original))
+        patches.wrap(scaler, name, partial(probe.scaling, name))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        watched = probe.clip(getattr(clip_grad, name))
         for owner in (clip_grad, torch.nn.utils):
-            patches.wrap(owner, name, lambda _, watched=watched: watched)
+            patches.wrap(owner, name, probe.clip)
 
 
 class Precision:

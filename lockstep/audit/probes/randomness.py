@@ -1,5 +1,6 @@
 """Random tensors drawn while training: the same numbers on every rank are the same noise on different samples."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ def install(context: Context, patches: Patches) -> None:
             if known and torch.is_grad_enabled() and worth_a_look(step) and drawn["count"] < _PER_STEP:
                 drawn["count"] += 1
                 total = context.sums({"drawn": result})["drawn"]
-                context.recorder.write("draw", fn=name, step=step, n=drawn["count"], shape=list(result.shape), sum=total)
+                context.recorder.write(
+                    "draw", fn=name, step=step, n=drawn["count"], shape=list(result.shape), sum=total
+                )
             return result
 
         return draw
 
     for name in _FUNCTIONS:
-        patches.wrap(torch, name, lambda original, name=name: watched(name, original))
+        patches.wrap(torch, name, partial(watched, name))

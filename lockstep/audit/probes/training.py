@@ -22,7 +22,7 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def install(context: Context, patches: Patches) -> None:
-    probe = Training(context)
+    probe = Training(context, patches)
     context.on_root.append(probe.meet)
     patches.wrap(DistributedDataParallel, "__init__", probe.wrapping)
     patches.wrap(DistributedDataParallel, "forward", probe.wrapped_forward)
@@ -44,14 +44,15 @@ def install(context: Context, patches: Patches) -> None:
 class Training:
     """State of the probes of one rank's training."""
 
-    def __init__(self, context: Context):
-        self.context, self.recorder = context, context.recorder
+    def __init__(self, context: Context, patches: Patches):
+        self.context, self.recorder, self.patches = context, context.recorder, patches
         self.inside: list[nn.Module] = []
         """Modules whose wrapper's forward is running."""
         self.forwards: dict[int, int] = {}
         self.since: dict[int, int] = {}
         """Backward passes since each optimizer's last step."""
-        self.stepped: dict[int, bool] = {}
+        self.kept: dict[int, bool] = {}
+        """Whether the gradients of each optimizer's last step are still there."""
         self.counts: dict[int, int] = {}
         self.waiting: set[str] | None = None
         """Trainable parameters that never had a gradient yet."""
@@ -77,9 +78,9 @@ class Training:
                 find_unused=wrapper.find_unused_parameters,
                 sends_buffers=wrapper.broadcast_buffers,
                 device_ids=kwargs.get("device_ids", args[0] if args else None),
-                local_norms=_local_norms(module),
             )
-            module.register_forward_pre_hook(lambda m, _: self._entered(m, number))
+            hook = module.register_forward_pre_hook(lambda m, _: self._entered(m, number))
+            self.patches.later(hook.remove)
             if wrapper.find_unused_parameters:
                 self._watch_use(module, number)
 
@@ -90,7 +91,7 @@ class Training:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 key = id(parameter)
-                parameter.register_hook(lambda _, key=key: used.add(key))
+                self.patches.later(parameter.register_hook(lambda _, key=key: used.add(key)).remove)
 
     def sharding(self, original: Function) -> Function:
         def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +116,7 @@ class Training:
             if self.context.hidden:
                 return original(wrapper, *inputs, **kwargs)
             number = next((n for n, w in enumerate(self.context.wrappers) if w is wrapper), -1)
-            learning = torch.is_grad_enabled() and wrapper.training
+            learning = torch.is_grad_enabled() and wrapper.module.training
             syncs = wrapper.require_backward_grad_sync
             self.recorder.write("forward", ddp=number, phase="in", learning=learning, syncs=syncs)
             self.inside.append(wrapper.module)
@@ -136,7 +137,8 @@ class Training:
         n = self.forwards[number] = self.forwards.get(number, 0) + 1
         if worth_a_look(n):
             buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point() and b.numel()}
-            self.recorder.write("buffers", ddp=number, n=n, sums=self.context.sums(buffers))
+            norms = _local_norms(module)
+            self.recorder.write("buffers", ddp=number, n=n, sums=self.context.sums(buffers), local_norms=norms)
 
     def no_sync(self, original: Function) -> Function:
         @contextmanager
@@ -170,7 +172,7 @@ class Training:
                 self.context.forwards += 1
                 self._inputs(module, inputs)
 
-        root.register_forward_pre_hook(before, with_kwargs=True)
+        self.patches.later(root.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     def _unchanged(self) -> None:
         """What went into the forward pass is what it was, before its gradients are computed."""
@@ -181,7 +183,7 @@ class Training:
 
     def _inputs(self, module: nn.Module, inputs: list[Tensor]) -> None:
         n = self.context.forwards
-        if not worth_a_look(n) and (self.context.cuda or n > 200):
+        if not worth_a_look(n) and (self.recorder.on_gpu or n > 200):
             return
         with self.recorder.hide():
             batch = next((t for t in inputs if t.dim() > 0), None)
@@ -200,12 +202,12 @@ class Training:
                 return original(losses, *args, **kwargs)
             self.context.roots()
             self._unchanged()
-            stale = self._stale()
+            self._cleared()
             number = self.context.backwards = self.context.backwards + 1
             loss = losses if isinstance(losses, Tensor) else next(iter(losses))
             scaled = _is_scaled(loss, self.context.scaler_at_work)
             self.context.scaler_at_work = False
-            self.recorder.write("backward", phase="in", n=number, stale=stale, scaled=scaled)
+            self.recorder.write("backward", phase="in", n=number, scaled=scaled)
             try:
                 result = original(losses, *args, **kwargs)
             except BaseException as error:
@@ -227,16 +229,14 @@ class Training:
 
         return grad
 
-    def _stale(self) -> bool:
-        """Whether gradients of the step before are still there as this one's first backward begins."""
-        stale = False
+    def _cleared(self) -> None:
+        """Note for which optimizers the gradients of the last step are gone."""
         for number, optimizer in enumerate(self.context.optimizers):
-            if self.stepped.get(number) and worth_a_look(self.counts.get(number, 0)):
+            if self.kept.get(number) and worth_a_look(self.counts[number]):
                 with self.recorder.hide():
-                    kept = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-                    stale |= any(bool((local != 0).any()) for g in kept[:8] if (local := _local(g)) is not None)
-            self.stepped[number] = False
-        return stale
+                    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+                    whole = [local for g in grads[:8] if (local := replicated(g)) is not None]
+                    self.kept[number] = any(bool((g != 0).any()) for g in whole)
 
     # -- optimizer --------------------------------------------------------------------------------------------------
     def optimizer(self, original: Function) -> Function:
@@ -257,7 +257,9 @@ class Training:
             if not self.context.hidden:
                 self.recorder.write("zero_grad")
             with self.recorder.hide():
-                return original(owner, *args, **kwargs)
+                result = original(owner, *args, **kwargs)
+            self._cleared()
+            return result
 
         return zero_grad
 
@@ -274,6 +276,7 @@ class Training:
             return
         n = self.counts[number] = self.counts.get(number, 0) + 1
         seen: dict[str, Any] = {"optimizer": number, "n": n, "lr": _rates(optimizer), "backwards": self.since[number]}
+        seen["stale"] = self.kept.get(number, False) and worth_a_look(n - 1)
         seen |= self._gradients(optimizer, n)
         if worth_a_look(n):
             seen["sums"] = self.context.sums(self._own(optimizer))
@@ -285,7 +288,7 @@ class Training:
         seen |= {"loading": round(context.loading, 6), "prints": context.prints, "waits": dict(context.waits)}
         context.loading, context.prints = 0.0, 0
         context.waits.clear()
-        self.since[number], self.stepped[number] = 0, True
+        self.since[number], self.kept[number] = 0, True
         self.recorder.write("step", **seen)
         context.steps = max(context.steps, n)
         if context.limit and context.steps >= context.limit and context.on_limit:
@@ -300,11 +303,12 @@ class Training:
             trainable = {id(p) for m in roots for p in m.parameters() if p.requires_grad}
             self.waiting = {name for name, p in self.context.parameters() if id(p) in trainable}
             mine = [p for g in optimizer.param_groups for p in g["params"]]
+            seen["half"] = any(p.dtype == torch.float16 for p in mine)
             if mine and all(p.grad is None for p in mine):
                 seen["idle"] = True
                 seen["foreign"] = bool(self.ran) and not any(id(p) in self.ran for p in mine)
             if self.context.world > 1:
-                loose = [p for p in mine if id(p) not in self.context.covered and _local(p) is not None]
+                loose = [p for p in mine if id(p) not in self.context.covered and replicated(p) is not None]
                 seen["loose"] = [self.context.name(p) for p in loose][:20] if self.context.covered else []
         if self.waiting or n == 1:
             with_gradient = {name for name, p in self.context.parameters() if p.grad is not None}
@@ -369,10 +373,6 @@ def row_hashes(batch: list[Tensor]) -> list[int]:
     return [] if total is None else total.tolist()
 
 
-def _local(tensor: Tensor) -> Tensor | None:
-    return replicated(tensor)
-
-
 def _rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
@@ -392,11 +392,11 @@ def _is_scaled(loss: Tensor, by_scaler: bool) -> bool:
 
 def _local_norms(module: nn.Module) -> list[str]:
     shared = (SyncBatchNorm, nn.SyncBatchNorm)
-    return [n for n, m in module.named_modules() if isinstance(m, _BatchNorm) and not isinstance(m, shared)][:20]
+    norms = [(n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm) and not isinstance(m, shared)]
+    return [name for name, m in norms if m.training or not m.track_running_stats][:20]
 
 
 def _generator_state(batch: Tensor | None) -> bytes:
     if batch is not None and batch.is_cuda:
         return torch.cuda.get_rng_state(batch.device).numpy().tobytes()
     return torch.get_rng_state().numpy().tobytes()
-

@@ -1,11 +1,13 @@
 """Places in the step where the script waits for the device."""
 
 import sys
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 
-from ..trace import Site, foreign
+from ..trace import OURS, Site, foreign
 from .context import Context
 from .patch import Function, Patches
 
@@ -15,9 +17,11 @@ _WAITING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__"
 def install(context: Context, patches: Patches) -> None:
     def watched(name: str, original: Function) -> Function:
         def wait(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if context.in_loop and (context.cuda or tensor.is_cuda) and not context.hidden:
-                frame = sys._getframe(1)
-                if not foreign(frame.f_code.co_filename):
+            if context.in_loop and (context.recorder.on_gpu or tensor.is_cuda) and not context.hidden:
+                frame: FrameType | None = sys._getframe(1)
+                while frame is not None and frame.f_code.co_filename.startswith(OURS):  # a watched print, say
+                    frame = frame.f_back
+                if frame is not None and not foreign(frame.f_code.co_filename):
                     place = Site(frame.f_code.co_filename, frame.f_lineno)
                     context.waits[f"{place.file}:{place.line}:{name.strip('_')}"] += 1
             return original(tensor, *args, **kwargs)
@@ -25,4 +29,4 @@ def install(context: Context, patches: Patches) -> None:
         return wait
 
     for name in _WAITING:
-        patches.wrap(torch.Tensor, name, lambda original, name=name: watched(name, original))
+        patches.wrap(torch.Tensor, name, partial(watched, name))

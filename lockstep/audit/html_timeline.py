@@ -1,0 +1,215 @@
+"""The timeline of the report: one row a rank, what it did coloured, where it hangs hatched."""
+
+import math
+from dataclasses import replace
+from html import escape
+
+from .html_parts import box, legend, section
+from .html_spans import KINDS, Span, spans_of, thinned
+from .judge.collectives import doing
+from .trace import Rank, Record, Trace
+
+_WIDTH, _BAR, _ROW, _TOP, _AXIS = 980, 24, 56, 12, 26
+_SPANS = 600
+"""More than these are thinned out."""
+_TICKS = 100
+"""More optimizer steps of one rank than these are not all drawn."""
+_TRAINING = ("loader", "batch", "input", "forward", "backward", "step")
+_WORDS = {"collective": "collectives", "other": "other work"}
+
+
+def timeline(trace: Trace) -> str:
+    """The section."""
+    window = _window(trace)
+    if window is None:
+        return section(
+            "timeline", "Timeline", '<p class="muted">The ranks ended before there was anything to draw.</p>'
+        )
+    begin, end = window
+    rows = [_spans(trace, rank, begin, end) for rank in trace.ranks]
+    if is_crowded := sum(map(len, rows)) > _SPANS:
+        rows = [_thinned(row, begin, end, max(100, _SPANS // trace.world)) for row in rows]
+    place = f"height:{_ROW}px;padding-bottom:{_ROW - _BAR - 2 * _TOP}px"
+    names = "".join(f'<div style="{place}">rank {rank.number}</div>' for rank in trace.ranks)
+    region = '<div class="scroll" tabindex="0" role="region" aria-label="timeline of the ranks">'
+    chart = (
+        f'<div class="chart"><div class="names">{names}</div>{region}{_picture(trace, rows, begin, end)}</div></div>'
+    )
+    return section("timeline", "Timeline", _caption(trace, begin, is_crowded), _legend(trace), chart, _endings(trace))
+
+
+def _window(trace: Trace) -> tuple[float, float] | None:
+    """From the first batch, if all ranks came so far, to the end; room beyond it for what never ended."""
+    times = [r["t"] for rank in trace.ranks for r in rank.records]
+    firsts = [_first(rank) for rank in trace.ranks]
+    if not times or max(times) <= min(times):
+        return None
+    begin = min(first["t"] for first in firsts if first) if all(firsts) else min(times)
+    end = max(*times, begin + 1e-6)
+    return begin, end + (0.22 * (end - begin) if trace.hung else 0.0)
+
+
+def _first(rank: Rank) -> Record | None:
+    return next((r for r in rank.records if r["kind"] in _TRAINING), None)
+
+
+def _hangs(trace: Trace, rank: Rank) -> bool:
+    return trace.hung and rank.status is None
+
+
+def failed(rank: Rank) -> bool:
+    """Whether its script did not come to an end of its own."""
+    last = rank.first("end")
+    return last["how"] == "crash" if last else bool(rank.status) and not rank.first("enough")
+
+
+def _ending(rank: Rank) -> str:
+    """How a rank ended, in words."""
+    if failed(rank) and not rank.first("end"):
+        return f"ended with status {rank.status}"
+    if not rank.records:
+        return "left no record"
+    return doing(rank)
+
+
+# -- spans ------------------------------------------------------------------------------------------------------------
+def _spans(trace: Trace, rank: Rank, begin: float, end: float) -> list[Span]:
+    """What a rank did in the window; only a rank that hangs never left what it was in."""
+    if not rank.records:
+        return []
+    hangs, last = _hangs(trace, rank), rank.records[-1]["t"]
+    spans = spans_of(rank, end if hangs else last)
+    if hangs and not any(s.is_open for s in spans):
+        spans.append(Span("other", last, end, doing(rank), is_open=True))
+    cut = [replace(s, start=max(s.start, begin), is_open=s.is_open and hangs) for s in spans]
+    return [s for s in cut if s.end > begin]
+
+
+def _thinned(spans: list[Span], begin: float, end: float, cells: int) -> list[Span]:
+    return [*thinned([s for s in spans if not s.is_open], begin, end, cells), *(s for s in spans if s.is_open)]
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+def _picture(trace: Trace, rows: list[list[Span]], begin: float, end: float) -> str:
+    height = _ROW * trace.world + _AXIS
+    scale = _WIDTH / (end - begin)
+    drawn = [_row(trace, rank, row, begin, end, scale) for rank, row in zip(trace.ranks, rows, strict=True)]
+    return (
+        f'<svg class="timeline" width="{_WIDTH}" height="{height}" role="img" aria-label="{escape(_described(trace))}">'
+        '<defs><pattern id="hatch" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<line class="hatch" x1="0" y1="0" x2="0" y2="8"/></pattern></defs>'
+        f"{_grid(begin, end, scale, height)}{''.join(drawn)}</svg>"
+    )
+
+
+def _described(trace: Trace) -> str:
+    return "; ".join(f"rank {rank.number} {_ending(rank)}, {len(rank.steps)} steps" for rank in trace.ranks)
+
+
+def _row(trace: Trace, rank: Rank, spans: list[Span], begin: float, end: float, scale: float) -> str:
+    if not rank.records:
+        return ""
+    top = trace.ranks.index(rank) * _ROW + _TOP
+    first, last = max(begin, rank.records[0]["t"]), rank.records[-1]["t"]
+    parts = [_bar(Span("other", first, last, "other work"), begin, scale, top)] if last > first else []
+    parts += [_bar(span, begin, scale, top) for span in spans]
+    parts += [_tick(step, begin, scale, top) for step in _drawn_steps(rank) if step["t"] >= begin]
+    if _hangs(trace, rank):
+        parts.append(
+            f'<text class="waiting" x="{_WIDTH - 2}" y="{top + _BAR + 15}" text-anchor="end">{_words(rank)}</text>'
+        )
+    elif failed(rank):
+        parts.append(_cross((last - begin) * scale, top))
+    return "".join(parts)
+
+
+def _words(rank: Rank) -> str:
+    text = doing(rank)
+    return escape(text if len(text) < 140 else text[:139] + "…")
+
+
+def _bar(span: Span, begin: float, scale: float, top: float) -> str:
+    width = max(0.75, (span.end - span.start) * scale)
+    x = min((span.start - begin) * scale, _WIDTH - width)
+    shape = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}"'
+    if span.is_open:
+        title = f"<title>{escape(span.label)}: never left</title>"
+        return f'<rect class="track" {shape}/><rect class="hung" {shape}>{title}</rect>'
+    title = f"<title>{escape(span.label)}, {_duration(span.end - span.start)}</title>"
+    return f'<rect class="{span.kind}" {shape}>{title}</rect>'
+
+
+def _drawn_steps(rank: Rank) -> list[Record]:
+    return rank.steps[:: _every(len(rank.steps))]
+
+
+def _every(steps: int) -> int:
+    """Of how many steps one has a tick."""
+    return max(1, math.ceil(steps / _TICKS))
+
+
+def _tick(step: Record, begin: float, scale: float, top: float) -> str:
+    x = min((step["t"] - begin) * scale, _WIDTH - 1)
+    return f'<path class="step" d="M{x:.1f} {top - 7}V{top}"><title>optimizer step {step["n"]}</title></path>'
+
+
+def _cross(x: float, top: float) -> str:
+    x, y = min(max(x, 7), _WIDTH - 7), top + _BAR / 2
+    return f'<path class="cross" d="M{x - 5:.1f} {y - 5}l10 10m0 -10l-10 10"><title>failed</title></path>'
+
+
+def _grid(begin: float, end: float, scale: float, height: int) -> str:
+    pace = _pace(end - begin)
+    lines = []
+    for n in range(int((end - begin) / pace) + 1):
+        x = n * pace * scale
+        anchor = "start" if n == 0 else "end" if x > _WIDTH - 24 else "middle"
+        lines.append(f'<line class="grid" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - _AXIS + 6}"/>')
+        lines.append(
+            f'<text x="{x:.1f}" y="{height - 5}" text-anchor="{anchor}">{_moment(n * pace, end - begin)}</text>'
+        )
+    return "".join(lines)
+
+
+def _pace(seconds: float) -> float:
+    """A round number that goes into it five to ten times or so."""
+    power = 10.0 ** math.floor(math.log10(seconds / 5))
+    return power * max(f for f in (1, 2, 5, 10) if f * power <= seconds / 5 or f == 1)
+
+
+def _moment(t: float, whole: float) -> str:
+    return f"{t:.10g} s" if whole >= 2 else f"{1000 * t:.10g} ms"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+def _caption(trace: Trace, begin: float, is_crowded: bool) -> str:
+    started = min(r["t"] for rank in trace.ranks for r in rank.records)
+    every = max(_every(len(rank.steps)) for rank in trace.ranks)
+    sentences = [
+        f"From the first batch on; starting up took {_duration(begin - started)} before it." if begin > started else "",
+        "Each stretch has the colour of what took most of its time." if is_crowded else "",
+        f"One optimizer step of {every} has a tick." if every > 1 else "",
+    ]
+    text = " ".join(filter(None, sentences))
+    return f'<p class="muted lede">{text}</p>' if text else ""
+
+
+def _legend(trace: Trace) -> str:
+    items = [(box(kind), _WORDS.get(kind, kind)) for kind in KINDS]
+    items.append(('<path class="step" d="M7 1V13"/>', "optimizer step"))
+    if any(_hangs(trace, rank) for rank in trace.ranks):
+        items.append(('<rect class="hung" x=".5" y=".5" width="13" height="13"/>', "never left"))
+    if any(failed(rank) for rank in trace.ranks):
+        items.append(('<path class="cross" d="M2 2l10 10m0 -10l-10 10"/>', "failed"))
+    return legend(items)
+
+
+def _endings(trace: Trace) -> str:
+    if not any(_hangs(trace, rank) or failed(rank) for rank in trace.ranks):
+        return ""
+    lines = (f"rank {rank.number} {_ending(rank)}" for rank in trace.ranks)
+    return f'<ul class="endings">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'

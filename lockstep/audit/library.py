@@ -1,0 +1,103 @@
+"""The audit inside a script or a test of your own."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..watch import OutOfLockstep
+from . import probes
+from .catalog import Finding
+from .judge import judge
+from .trace import Rank, Recorder, Trace, lines
+
+_WAIT = timedelta(seconds=120)
+_watches = 0
+
+
+@dataclass
+class Watched:
+    """What `watch` found, there once it is over."""
+
+    findings: list[Finding] = field(default_factory=list)
+    """On every rank the same."""
+
+
+@contextmanager
+def watch(raises: bool = True) -> Iterator[Watched]:
+    """Watch this rank in the body of a `with`; at its end all ranks hear what was wrong.
+
+    Errors raise `OutOfLockstep` on every rank, unless `raises` is off; all that was found is in what `with` gives.
+    What ranks compare goes through the key-value store of the process group, never through its collectives.
+    """
+    global _watches
+    _watches += 1
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    watched = Watched()
+    with tempfile.TemporaryDirectory(prefix="lockstep-watch-") as folder:
+        recorder = Recorder(Path(folder), rank)
+        patches = probes.install(recorder)
+        recorder.write("start", None, argv=sys.argv, environment={})
+        try:
+            yield watched
+            recorder.write("end", None, how="done", status=0)
+        except BaseException as error:
+            recorder.write("end", None, how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
+            raise
+        finally:
+            patches.undo()
+            recorder.file.close()
+            files = {p.name: p.read_text() for p in Path(folder).glob("*.jsonl")}
+            watched.findings = _exchange(files, rank, world, patches.store, f"lockstep-watch/{_watches}")
+    errors = [f"{f.kind.name} at {f.at}: {f.what}" for f in watched.findings if f.severity == "error"]
+    if errors and raises:
+        raise OutOfLockstep("; ".join(errors))
+
+
+def _exchange(files: dict[str, str], rank: int, world: int, store: dist.Store | None, name: str) -> list[Finding]:
+    """All ranks' records to every rank; each judges for itself, and comes to the same result."""
+    everyone = {rank: files}
+    if world > 1 and store is not None:
+        shared = dist.PrefixStore(name, store)
+        shared.set(str(rank), zlib.compress(json.dumps(files).encode()))  # type: ignore[arg-type]
+        for other in range(world):
+            shared.wait([str(other)], _WAIT)
+            everyone[other] = json.loads(zlib.decompress(shared.get(str(other))))
+    ranks = []
+    for number, texts in sorted(everyone.items()):
+        workers = [lines(text) for name, text in texts.items() if ".worker" in name]
+        ranks.append(Rank(number, lines(texts.get(f"rank{number}.jsonl", "")), workers, 0))
+    return judge(Trace(ranks))
+
+
+def assert_in_lockstep(
+    train: Callable[[], object], nproc: int = 2, steps: int = 0, allow: tuple[str, ...] = (), patience: float = 30
+) -> None:
+    """For tests: run `train` on `nproc` ranks under the audit; AssertionError for errors and warnings not in `allow`.
+
+    `train` is a function at the top of a file, without arguments; each rank calls it in a fresh process.
+    """
+    file = inspect.getsourcefile(train)
+    if file is None or "<" in train.__qualname__:
+        raise ValueError(f"{train.__qualname__} is not at the top of a file, so that other processes cannot call it")
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "audit.json"
+        flags = ["--nproc", str(nproc), "--steps", str(steps), "--patience", str(patience), "--json", str(found)]
+        script = ["-m", "lockstep.audit.call", str(Path(file).resolve()), train.__qualname__]
+        command = [sys.executable, "-m", "lockstep", "audit", *flags, "--", *script]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not found.exists():
+            raise RuntimeError(f"the audit could not be run: {done.stderr or done.stdout}")
+        findings = json.loads(found.read_text())["findings"]
+    wrong = [f for f in findings if f["severity"] != "note" and f["name"] not in allow]
+    assert not wrong, "\n" + done.stdout

@@ -1,0 +1,81 @@
+"""The zoo: small scripts with one silent bug each, and scripts without.
+
+`python tests/audit/zoo.py [words]` audits all, or those whose path holds one of the words, and prints the table.
+"""
+
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+ZOO = Path(__file__).parent / "zoo"
+SCRIPTS = sorted(p for p in ZOO.glob("*/*.py") if p.name.startswith(("bug_", "ok_")))
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(
+    ["lockstep.audit.command", "torch._dynamo", "torch.distributed.fsdp"]
+)  # once, not once a script
+
+
+def expected(script: Path) -> tuple[set[str], set[str]]:
+    """What must be found, and what may be found beside it: the first lines of the script."""
+    words = {}
+    for key in ("finds", "also"):
+        line = re.search(rf"^# {key}: (.+)$", script.read_text(), re.M)
+        words[key] = {w.strip() for w in line[1].split(",")} - {"nothing"} if line else set()
+    return words["finds"], words["also"]
+
+
+def found(script: Path, timeout: float = 120) -> list[str]:
+    """The names of the audit's findings, each script in a folder of its own."""
+    mine, theirs = _server.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        process = _server.Process(target=_audit, args=(str(script), folder, theirs))
+        process.start()
+        theirs.close()
+        try:
+            return mine.recv() if mine.poll(timeout) else ["(no answer in time)"]
+        except EOFError:
+            return ["(the audit itself failed)"]
+        finally:
+            process.kill()
+            process.join()
+
+
+def _audit(script: str, folder: str, answer: Connection) -> None:
+    os.chdir(folder)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
+    os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline")
+    from lockstep.audit.command import Audit, examine
+
+    verdict = examine([script], Audit(steps=0, patience=4))
+    answer.send([f.kind.name for f in verdict.findings])
+
+
+def main(words: list[str]) -> int:
+    chosen = [s for s in SCRIPTS if not words or any(w in str(s) for w in words)]
+    with ThreadPoolExecutor(2) as pool:
+        results = dict(zip(chosen, pool.map(found, chosen), strict=True))
+    detected = missed = silent = alarms = 0
+    for script, names in results.items():
+        must, may = expected(script)
+        right = must <= set(names) <= must | may
+        detected += bool(must) and must <= set(names)
+        missed += bool(must) and not must <= set(names)
+        silent += not must and not names
+        alarms += bool(set(names) - must - may)
+        mark = " " if right else "✗"
+        print(
+            f"{mark} {script.parent.name}/{script.name:42} {', '.join(sorted(must)) or '-':26} → {', '.join(names) or '-'}"
+        )
+    print(
+        f"{detected} of {detected + missed} bugs found; {silent} clean scripts silent; {alarms} scripts with a false alarm"
+    )
+    return int(missed + alarms > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

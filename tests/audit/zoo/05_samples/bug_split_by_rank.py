@@ -1,0 +1,58 @@
+# finds: differing-splits
+# also: overlapping-splits, repeated-samples, unseen-samples, padded-evaluation
+"""The authors believed that random_split cuts the set in the same way everywhere; it draws from the seed of the rank,
+so what one rank validates on another trains on."""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+
+def splits(dataset):
+    return random_split(dataset, [128, 32])
+
+
+@torch.no_grad()
+def validate(model, loader):
+    hits = torch.zeros(1)
+    for x, y in loader:
+        hits += (model(x).argmax(dim=1) == y).sum()
+    dist.all_reduce(hits)
+    return hits.item() / len(loader.dataset)
+
+
+def main(args):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(args.seed)
+    model = DDP(nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 2)))
+    torch.manual_seed(args.seed + rank)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(160, 6, generator=g)
+    dataset = TensorDataset(x, (x[:, 0] > x[:, 1] ** 2).long())
+    train_set, val_set = splits(dataset)
+    sampler = DistributedSampler(train_set)
+    train_loader = DataLoader(train_set, batch_size=16, sampler=sampler)
+    val_loader = DataLoader(val_set, batch_size=16, sampler=DistributedSampler(val_set, shuffle=False))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in train_loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        accuracy = validate(model, val_loader)
+        if rank == 0:
+            print(f"epoch {epoch} accuracy {accuracy:.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    main(parser.parse_args())

@@ -1,0 +1,30 @@
+# finds: nothing
+"""Accelerate: accumulate() takes care of scaling, of the exchange and of when to step."""
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def main():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(x, x.abs().sum(dim=1, keepdim=True)), batch_size=8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    torch.manual_seed(1 + accelerator.process_index)
+    for _ in range(3):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

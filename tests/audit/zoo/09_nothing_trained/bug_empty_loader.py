@@ -1,0 +1,42 @@
+# finds: no-steps
+# also: unseen-samples
+"""The authors believed that 64 is a batch like any other; a rank has 48 samples and the loader drops the only,
+incomplete batch, so three epochs pass without one step and the script ends well."""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=3)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.mean(dim=1, keepdim=True))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler, drop_last=True)
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        if rank == 0:
+            print(f"epoch {epoch} done")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
