@@ -1,5 +1,6 @@
 # make train        from nothing to a trained model and its samples
 # make test         everything; make test-quick: what takes seconds
+# make zoo          what the audit finds in scripts with bugs and without
 # make lint         format, lint, types
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo auto || echo 2)
 
 PYTEST ?= --numprocesses 2 --dist worksteal
 
-.PHONY: setup train test test-quick lint format clean
+.PHONY: setup train test test-quick zoo lint format clean
 
 setup: $(READY)
 
@@ -27,6 +28,9 @@ test: $(READY)
 
 test-quick: $(READY)
 	$(BIN)/python -m pytest $(PYTEST) -m "not slow"
+
+zoo: $(READY)
+	$(BIN)/python tests/audit/zoo.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

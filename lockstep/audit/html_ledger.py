@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .html_parts import box, counted, legend, section
-from .judge.samples import Pass, passes
+from .judge.samples import Pass, passes, sliced
 from .trace import Site, Trace
 
 _BINS, _ROW, _GAP = 120, 20, 4
@@ -50,7 +50,7 @@ class Visit:
     @property
     def slices(self) -> bool:
         """Whether the ranks load the same batches and give the model a part of them each."""
-        return self.first.trains and 0 < self.first.fed * self.world <= self.first.rows + self.world - 1
+        return self.first.trains and sliced(self.first, self.world)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _thinned(spans: list[Span], begin: float, end: float, cells: int) -> list[Sp
 def _picture(trace: Trace, rows: list[list[Span]], begin: float, end: float) -> str:
     height = _ROW * trace.world + _AXIS
     scale = _WIDTH / (end - begin)
-    drawn = [_row(trace, rank, row, begin, end, scale) for rank, row in zip(trace.ranks, rows, strict=True)]
+    drawn = [_row(trace, rank, row, begin, scale) for rank, row in zip(trace.ranks, rows, strict=True)]
     return (
         f'<svg class="timeline" width="{_WIDTH}" height="{height}" role="img" aria-label="{escape(_described(trace))}">'
         '<defs><pattern id="hatch" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -106,7 +106,7 @@ def _described(trace: Trace) -> str:
     return "; ".join(f"rank {rank.number} {_ending(rank)}, {len(rank.steps)} steps" for rank in trace.ranks)
 
 
-def _row(trace: Trace, rank: Rank, spans: list[Span], begin: float, end: float, scale: float) -> str:
+def _row(trace: Trace, rank: Rank, spans: list[Span], begin: float, scale: float) -> str:
     if not rank.records:
         return ""
     top = trace.ranks.index(rank) * _ROW + _TOP

@@ -95,7 +95,8 @@ def assert_in_lockstep(
         flags = ["--nproc", str(nproc), "--steps", str(steps), "--patience", str(patience), "--json", str(found)]
         script = ["-m", "lockstep.audit.call", str(Path(file).resolve()), train.__qualname__]
         command = [sys.executable, "-m", "lockstep", "audit", *flags, "--", *script]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, env=here, capture_output=True, text=True, check=False)
         if not found.exists():
             raise RuntimeError(f"the audit could not be run: {done.stderr or done.stdout}")
         findings = json.loads(found.read_text())["findings"]

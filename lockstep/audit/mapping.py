@@ -7,6 +7,8 @@ with it is found here as it would be there. What cannot be had is said in the re
 import os
 import sys
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from .probes.patch import Function, Patches
 from .trace import Recorder, foreign
 
 CPU = torch.device("cpu")
+_LOCKSTEP = str(Path(__file__).parents[1]) + os.sep
 
 
 def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
@@ -27,6 +30,10 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     chosen = Devices(recorder)
     for name, answer in _ANSWERS.items():
         patches.wrap(torch.cuda, name, partial(_always, answer))
+    for name in ("get_rng_state", "get_rng_state_all"):
+        patches.wrap(torch.cuda, name, lambda _: lambda *args, **kwargs: torch.get_rng_state())
+    for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+        patches.replace(torch.cuda, name, _Queue)
     patches.wrap(torch.cuda, "is_available", lambda _: lambda: _asked_by_user())
     patches.wrap(torch.cuda, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
     patches.wrap(torch.cuda, "set_device", lambda _: lambda device: chosen.choose(device))
@@ -57,6 +64,14 @@ _ANSWERS: dict[str, Any] = {
     "max_memory_reserved": 0,
     "is_bf16_supported": True,
     "get_device_capability": (8, 0),
+    "get_device_properties": SimpleNamespace(
+        name="CPU", total_memory=1 << 34, major=8, minor=0, multi_processor_count=1
+    ),
+    "seed": None,
+    "seed_all": None,
+    "initial_seed": 0,
+    "set_rng_state": None,
+    "set_rng_state_all": None,
     "manual_seed": None,
     "manual_seed_all": None,
     "mem_get_info": (1 << 34, 1 << 34),
@@ -64,8 +79,25 @@ _ANSWERS: dict[str, Any] = {
 
 
 def _asked_by_user() -> bool:
-    """Whether the script itself asks. Accelerate and Lightning find their own way to the CPU if there is no GPU."""
-    return not foreign(sys._getframe(2).f_code.co_filename)
+    """Whether the script itself asks. Accelerate, Lightning and Lockstep find their own way to the CPU."""
+    file = sys._getframe(2).f_code.co_filename
+    return not foreign(file) and not file.startswith(_LOCKSTEP)
+
+
+class _Queue:
+    """A stream or an event where there is only one queue, the processor's: everything is in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __enter__(self) -> "_Queue":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Function:
+        return lambda *args, **kwargs: {"elapsed_time": 0.0, "query": True}.get(name)
 
 
 def _always(answer: Any, original: Function) -> Function:

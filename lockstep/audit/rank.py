@@ -1,5 +1,6 @@
 """One rank of an audit: the script, unmodified, with the probes installed before its first line."""
 
+import atexit
 import faulthandler
 import os
 import runpy
@@ -16,6 +17,7 @@ import torch
 from . import mapping, probes
 from .trace import Recorder, Site, foreign
 
+_exit = os._exit
 DONE, GO = "done", "go"
 """Suffix of the file that says a rank is through, and the file that lets it end."""
 
@@ -38,6 +40,7 @@ class Order:
 def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
     """Be rank `rank` of the audited script; called in a process that was forked for it."""
     os.setsid()
+    atexit._clear()  # what the parent wants done at its end
     _environment(order, rank, port)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -76,6 +79,7 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
         mapping.install(recorder, patches, order.nproc)
     probes.install(recorder, order.steps, lambda: _enough(recorder, folder))
     probes.start_ranks_here(patches, recorder)
+    patches.wrap(os, "_exit", lambda original: lambda status: _leave(recorder, folder, status))
     words = order.words
     recorder.write("start", None, argv=words, environment=_settings())
     try:
@@ -109,6 +113,14 @@ def _last_line(error: BaseException) -> Site | None:
     return Site(frames[-1].filename, frames[-1].lineno or 0) if frames else None
 
 
+def _leave(recorder: Recorder, folder: Path, status: int) -> NoReturn:
+    """For `os._exit` of the script, but not of a process that it forked."""
+    if recorder.in_worker:
+        _exit(status)
+    recorder.write("end", None, how="exit", status=status)
+    _through(recorder, folder, status)
+
+
 def _enough(recorder: Recorder, folder: Path) -> NoReturn:
     recorder.write("enough")
     _through(recorder, folder, 0)
@@ -122,4 +134,4 @@ def _through(recorder: Recorder, folder: Path, status: int) -> NoReturn:
     (folder / f"rank{recorder.rank}.{DONE}").write_text(str(status))
     while not (folder / GO).exists():
         time.sleep(0.02)
-    os._exit(status)
+    _exit(status)

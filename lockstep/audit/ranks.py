@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -25,18 +26,23 @@ _BUSY = 0.02
 
 def watch_ranks(order: Order, patience: float = 30, limit: float = 3600) -> tuple[Trace, list[str]]:
     """Run `order` to its end, and what each rank printed. Ranks that do nothing for `patience` seconds hang."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-audit-", ignore_cleanup_errors=True) as place:
-        folder = Path(place)
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-audit-"))
+    try:
         with _started(order, folder) as pids:
             hung = _wait(pids, folder, patience if order.mapped else 4 * patience, limit, order.mapped)
             stacks = _stacks(pids, folder) if hung else {}
-            (folder / one.GO).touch()
             statuses = [_status(pid, folder, number, hung) for number, pid in enumerate(pids)]
-        ranks = read(folder, order.nproc, statuses)
+            for pid in pids if hung else []:  # one that is killed makes others fail: they must not write that down
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            ranks = read(folder, order.nproc, statuses)
+            (folder / one.GO).touch()
         for number, stack in stacks.items():
             ranks[number].stack = stack
         printed = [_text(folder / f"rank{n}.out") for n in range(order.nproc)]
         return Trace(ranks, hung), printed
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

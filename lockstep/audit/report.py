@@ -26,7 +26,8 @@ def headline(verdict: "Verdict") -> str:
     steps = min((len(r.steps) for r in verdict.trace.ranks), default=0)
     watched = f"{verdict.trace.world} ranks, {steps} steps"
     if not verdict.findings:
-        return f"nothing found: the ranks train one model on all of the data ({watched})"
+        data = " on all of the data" if any(r.of("loader") for r in verdict.trace.ranks) else ""
+        return f"nothing found: the ranks train one model{data} ({watched})"
     parts = [f"{n} {s}{'s' * (n > 1)}" for s, n in counts.items() if n]
     return f"{', '.join(parts)} ({watched})"
 

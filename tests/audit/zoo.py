@@ -67,13 +67,11 @@ def main(words: list[str]) -> int:
         missed += bool(must) and not must <= set(names)
         silent += not must and not names
         alarms += bool(set(names) - must - may)
-        mark = " " if right else "✗"
-        print(
-            f"{mark} {script.parent.name}/{script.name:42} {', '.join(sorted(must)) or '-':26} → {', '.join(names) or '-'}"
-        )
-    print(
-        f"{detected} of {detected + missed} bugs found; {silent} clean scripts silent; {alarms} scripts with a false alarm"
-    )
+        mark, place = " " if right else "✗", f"{script.parent.name}/{script.name}"
+        print(f"{mark} {place:60} {', '.join(sorted(must)) or '-':26} → {', '.join(names) or '-'}")
+    clean = sum(not expected(script)[0] for script in chosen)
+    print(f"{detected} of {detected + missed} bugs found; {silent} of {clean} clean scripts silent")
+    print(f"{alarms} scripts with a false alarm")
     return int(missed + alarms > 0)
 
 

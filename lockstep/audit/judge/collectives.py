@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from textwrap import shorten
 
 from ..catalog import Finding, finding
 from ..trace import Rank, Record, Site, Trace, where
@@ -36,16 +37,14 @@ def doing(rank: Rank) -> str:
     if rank.first("enough"):
         return "had taken its steps"
     end = rank.first("end")
+    if end and end["how"] == "crash":
+        return f"had failed at {where(end)}: {shorten(end['why'], 160, placeholder=' …')}"
     if end:
-        return (
-            "had ended" if end["how"] != "crash" else f"had failed at {where(end)}: {end['why'].splitlines()[0][:120]}"
-        )
+        return "had ended"
     if opened is None:
         return f"was at {place}"
-    name = (
-        "backward (gradients are synchronised there)" if opened["kind"] == "backward" else opened.get("op", "forward")
-    )
-    return f"waits in {name} at {place}"
+    names = {"backward": "backward (gradients are synchronised there)", "forward": "forward"}
+    return f"waits in {names.get(opened['kind']) or opened['op']} at {place}"
 
 
 def _doing(trace: Trace) -> list[str]:

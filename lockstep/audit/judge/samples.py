@@ -88,7 +88,7 @@ def judge(trace: Trace) -> Iterator[Finding]:
     yield from _overlap(trace)
 
 
-def _sliced(one: Pass, world: int) -> bool:
+def sliced(one: Pass, world: int) -> bool:
     """Whether the script loads whole batches and gives the model its part of them."""
     return 0 < one.fed * world <= one.rows + world - 1
 
@@ -99,7 +99,7 @@ def _shards(group: list[Pass], world: int) -> Iterator[Finding]:
         return  # nothing known, or drawn with replacement
     if all(one.ended for one in group) and _exactly_once(lists, group[0].loader):
         return
-    if group[0].trains and _sliced(group[0], world):
+    if group[0].trains and sliced(group[0], world):
         return
     counts = Counter(i for part in lists for i in set(part))
     twice = [i for i, n in counts.items() if n > 1]
@@ -110,7 +110,8 @@ def _shards(group: list[Pass], world: int) -> Iterator[Finding]:
         seen = f"{len(twice)} of {len(counts)}; sample {twice[0]} on ranks {_holders(lists, twice[0])}"
         yield finding("repeated-samples", what, at, seen, f"sampler: {group[0].loader['sampler']}")
     elif not group[0].trains and twice and not all(set(i) == set(lists[0]) for i in lists):
-        what = f"{len(twice)} samples are evaluated on several ranks, and count more than once"
+        who = "1 sample is" if len(twice) == 1 else f"{len(twice)} samples are"
+        what = f"{who} evaluated on several ranks, and counted more than once"
         seen = f"{len(counts)} samples, {sum(map(len, lists))} evaluations"
         again = f"sample {twice[0]} on ranks {_holders(lists, twice[0])}"
         yield finding("padded-evaluation", what, at, seen, again)

@@ -314,7 +314,8 @@ class Training:
             with_gradient = {name for name, p in self.context.parameters() if p.grad is not None}
             self.waiting -= with_gradient
             seen["waiting"] = sorted(self.waiting)[:20]
-            unowned = {name for name, p in self.context.parameters() if p.grad is not None and id(p) not in own}
+            stray = [(name, p) for name, p in self.context.parameters() if id(p) in self.ran and id(p) not in own]
+            unowned = {name for name, p in stray if p.grad is not None}
             self.unowned |= unowned
             seen["unowned"] = sorted(self.unowned)[:20]
         return seen

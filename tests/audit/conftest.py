@@ -1,0 +1,3 @@
+from multi.conftest import ranks
+
+__all__ = ["ranks"]

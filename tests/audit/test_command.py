@@ -1,0 +1,137 @@
+"""The command as a user meets it: statuses, verdicts of hangs and crashes, rubbish."""
+
+import json
+import os
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from multi.test_launch import environment
+
+TRAIN = """
+    import os, torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    x = torch.arange(64.0).view(32, 2)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    sampler = DistributedSampler(data)
+    model = DDP(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-5)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for a, b in DataLoader(data, 4, sampler=sampler):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(a), b).backward()
+            optimizer.step()
+"""
+
+
+def audit(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(textwrap.dedent(script))
+    command = ["lockstep", "audit", "--patience", "3", "--json", "audit.json", *flags, "--", "train.py"]
+    return subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return [f["name"] for f in json.loads((folder / "audit.json").read_text())["findings"]]
+
+
+def line_of(folder: Path, text: str) -> int:
+    lines = (folder / "train.py").read_text().splitlines()
+    return next(n for n, line in enumerate(lines, 1) if text in line)
+
+
+def test_a_sound_script_has_status_0_and_is_stopped_after_its_steps(tmp_path: Path) -> None:
+    done = audit(tmp_path, TRAIN, "--steps", "5", "--html", "audit.html")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing found" in done.stdout and "5 steps" in done.stdout
+    assert (tmp_path / "audit.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_script_with_an_error_has_status_1_and_is_told_where_and_why(tmp_path: Path) -> None:
+    done = audit(tmp_path, TRAIN.replace("model(a)", "model.module(a)"))
+    assert done.returncode == 1 and names(tmp_path) == ["unsynchronised"]
+    (found,) = json.loads((tmp_path / "audit.json").read_text())["findings"]
+    assert found["line"] == line_of(tmp_path, "model.module(a)") and found["why"] and found["mend"]
+    assert "train.py" in done.stdout and ".module" in done.stdout
+
+
+def test_a_hang_is_ended_and_named_with_rank_call_and_line(tmp_path: Path) -> None:
+    script = TRAIN + "        if rank == 1 and epoch == 1:\n            dist.barrier()\n"
+    done = audit(tmp_path, script, "--steps", "0")
+    assert done.returncode == 1 and names(tmp_path) == ["collective-mismatch"]
+    (found,) = json.loads((tmp_path / "audit.json").read_text())["findings"]
+    assert found["line"] == line_of(tmp_path, "dist.barrier()") and "rank 1 only" in found["what"]
+    assert "waits in backward" in " ".join(found["evidence"])
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "train.py" in " ".join(p.info.get("cmdline") or [])]
+
+
+def test_a_hang_without_a_collective_of_torch_is_found_by_its_stack(tmp_path: Path) -> None:
+    wait = "import socket\ns = socket.socketpair()\ns[0].recv(1)\n"
+    done = audit(tmp_path, wait, "--steps", "0")
+    assert done.returncode == 1 and names(tmp_path) == ["hangs"]
+    (found,) = json.loads((tmp_path / "audit.json").read_text())["findings"]
+    assert found["line"] == 3
+
+
+def test_a_crash_is_reported_with_its_line_and_what_was_printed(tmp_path: Path) -> None:
+    done = audit(
+        tmp_path, TRAIN + "        if epoch == 1:\n            raise RuntimeError('no more data')\n", "--steps", "0"
+    )
+    assert done.returncode == 1 and names(tmp_path) == ["crashed"]
+    assert "no more data" in done.stdout and f"train.py:{line_of(tmp_path, 'no more data')}" in done.stdout
+
+
+def test_a_killed_rank_is_a_crash(tmp_path: Path) -> None:
+    done = audit(
+        tmp_path, TRAIN + "        if epoch == 1 and rank == 1:\n            os.kill(os.getpid(), 9)\n", "--steps", "0"
+    )
+    assert done.returncode == 1 and "crashed" in names(tmp_path), done.stdout
+
+
+def test_ctrl_c_ends_the_ranks_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time, os\nopen(f'{os.getpid()}.pid', 'w')\ntime.sleep(600)\n")
+    process = subprocess.Popen(["lockstep", "audit", "--", "train.py"], cwd=tmp_path, env=environment())
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+        os.sched_yield()
+    pids = [int(p.stem) for p in tmp_path.glob("*.pid")]
+    process.send_signal(2)
+    assert process.wait(30) == 130 and len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say what to audit"),
+        (["--", "absent.py"], "no script 'absent.py'"),
+        (["--", "-m"], "-m takes the name of a module"),
+        (["--nproc", "0", "--", "train.py"], "nproc is at least 1"),
+        (["--device", "cuda", "--", "train.py"], "no GPU is visible"),
+    ],
+)
+def test_what_the_user_got_wrong_is_said_with_status_2(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "train.py").touch()
+    command = ["lockstep", "audit", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_a_module_with_flags_and_a_script_of_one_rank(tmp_path: Path) -> None:
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys; print(sys.argv[1:]); assert sys.argv[1:] == ['--lr', '1']\n")
+    command = ["lockstep", "audit", "--nproc", "1", "--json", "a.json", "--", "-m", "mine", "--lr", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert [f["name"] for f in json.loads((tmp_path / "a.json").read_text())["findings"]] == ["no-steps"], done.stdout

@@ -1,0 +1,31 @@
+"""Every buggy script is found by its own finding, every clean one is silent."""
+
+from pathlib import Path
+
+import pytest
+
+from audit.zoo import SCRIPTS, expected, found
+from lockstep.audit.catalog import KINDS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: f"{s.parent.name}/{s.stem}")
+def test_the_audit_finds_what_is_wrong_and_nothing_else(script: Path) -> None:
+    must, may = expected(script)
+    names = set(found(script))
+    assert must <= names <= must | may
+
+
+def test_every_finding_has_a_script_with_it_and_one_without() -> None:
+    wrong = {name for s in SCRIPTS if s.name.startswith("bug_") for name in expected(s)[0]}
+    assert set(KINDS) - wrong == {"hangs", "crashed"}  # what is said when nothing better is known
+    assert wrong <= set(KINDS)
+    topics = {s.parent.name for s in SCRIPTS if s.name.startswith("ok_")}
+    assert len(topics) == 19
+
+
+def test_the_zoo_is_large_enough_to_mean_something() -> None:
+    kinds = [s.name.split("_")[0] for s in SCRIPTS]
+    assert kinds.count("bug") >= 45 and kinds.count("ok") >= 30
+    assert all(bool(expected(s)[0]) == s.name.startswith("bug_") for s in SCRIPTS)
