@@ -108,7 +108,7 @@ def main() -> None:
         result = {"device": str(run.world.device), "seconds": rows, "ratio": ratio}
         result["share_of_keyed_draws"] = draws(run, steps) / rows["by hand"]
         result["images_per_second"] = run.sizes.global_batch / rows["lockstep"]
-        print(json.dumps(result, indent=2))  # noqa: T201
+        print(json.dumps(result, indent=2))
         del run
 
 

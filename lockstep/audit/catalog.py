@@ -107,7 +107,7 @@ _kind(
 )  # fmt: skip
 _kind(
     5, "unseen-samples", "warning",
-    "Part of the data set is never trained on.",
+    "Part of the data set takes no part in an epoch.",
     "sampler = DistributedSampler(dataset)       # shards that cover the whole set",
 )  # fmt: skip
 _kind(
@@ -138,7 +138,8 @@ _kind(
     "An IterableDataset knows nothing of ranks: each of them, and each worker, reads all of it.",
     """
     info = get_worker_info()
-    part, parts = rank * workers + (info.id if info else 0), world * workers
+    worker, workers = (info.id, info.num_workers) if info else (0, 1)
+    part, parts = rank * workers + worker, world * workers
     for n, sample in enumerate(source):
         if n % parts == part: yield sample
     """,
@@ -250,7 +251,12 @@ _kind(
 _kind(
     11, "differing-logs", "warning",
     "Several ranks log different values under one name; the curve shows whichever was written last.",
-    "dist.all_reduce(loss)\nif rank == 0:\n    writer.add_scalar('loss', loss / world, step)",
+    """
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    if rank == 0:
+        writer.add_scalar('loss', mean / world, step)
+    """,
 )  # fmt: skip
 _kind(
     12, "no-gradient", "warning",
@@ -284,7 +290,7 @@ _kind(
 )  # fmt: skip
 _kind(
     14, "several-writers", "error",
-    "Several ranks write one file at the same time; what is left may be a mixture of them.",
+    "Several ranks write one file, each when it comes to it; what is left may be a mixture of them.",
     "if rank == 0:\n    torch.save(state, path)\ndist.barrier()",
 )  # fmt: skip
 _kind(
@@ -294,7 +300,7 @@ _kind(
 )  # fmt: skip
 _kind(
     14, "in-place-checkpoint", "warning",
-    "The only checkpoint is overwritten where it is: a run killed while writing has lost everything.",
+    "The checkpoint is overwritten where it is: a run that is killed while writing has lost it.",
     "torch.save(state, path + '.tmp')\nos.replace(path + '.tmp', path)",
 )  # fmt: skip
 _kind(

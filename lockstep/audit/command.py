@@ -109,6 +109,8 @@ def _order(script: list[str], options: Audit) -> tuple[Order, list[str]]:
 def _remarks(trace: Trace, order: Order) -> list[str]:
     remarks = []
     rank = trace.ranks[0]
+    if trace.over:
+        remarks.append("the time was over (--limit) before the script ended; what is said holds up to there")
     if order.mapped and rank.of("device"):
         remarks.append(
             "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"

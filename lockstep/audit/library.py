@@ -53,31 +53,46 @@ def watch(raises: bool = True) -> Iterator[Watched]:
             recorder.write("end", None, how="done", status=0)
         except BaseException as error:
             recorder.write("end", None, how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
-            raise
-        finally:
             patches.undo()
-            recorder.file.close()
-            files = {p.name: p.read_text() for p in Path(folder).glob("*.jsonl")}
-            watched.findings = _exchange(files, rank, world, patches.store, f"lockstep-watch/{_watches}")
+            _send(_files(recorder), rank, _shared(patches.store))  # the others must not wait for it
+            raise
+        patches.undo()
+        watched.findings = judge(Trace(_gather(_files(recorder), rank, world, _shared(patches.store))))
     errors = [f"{f.kind.name} at {f.at}: {f.what}" for f in watched.findings if f.severity == "error"]
     if errors and raises:
         raise OutOfLockstep("; ".join(errors))
 
 
-def _exchange(files: dict[str, str], rank: int, world: int, store: dist.Store | None, name: str) -> list[Finding]:
-    """All ranks' records to every rank; each judges for itself, and comes to the same result."""
+def _files(recorder: Recorder) -> dict[str, str]:
+    recorder.file.close()
+    return {p.name: p.read_text() for p in recorder.folder.glob("*.jsonl")}
+
+
+def _shared(store: dist.Store | None) -> dist.Store | None:
+    return dist.PrefixStore(f"lockstep-watch/{_watches}", store) if store is not None else None
+
+
+def _send(files: dict[str, str], rank: int, store: dist.Store | None) -> None:
+    if store is not None:
+        store.set(str(rank), zlib.compress(json.dumps(files).encode()))  # type: ignore[arg-type]
+
+
+def _gather(files: dict[str, str], rank: int, world: int, store: dist.Store | None) -> list[Rank]:
+    """All ranks' records, on every rank: each judges for itself, and comes to the same result."""
     everyone = {rank: files}
     if world > 1 and store is not None:
-        shared = dist.PrefixStore(name, store)
-        shared.set(str(rank), zlib.compress(json.dumps(files).encode()))  # type: ignore[arg-type]
+        _send(files, rank, store)
         for other in range(world):
-            shared.wait([str(other)], _WAIT)
-            everyone[other] = json.loads(zlib.decompress(shared.get(str(other))))
+            store.wait([str(other)], _WAIT)
+            everyone[other] = json.loads(zlib.decompress(store.get(str(other))))
+        store.set(f"{rank} has read", "")
+        if rank == 0:  # the store may be this process's own, and end with it
+            store.wait([f"{other} has read" for other in range(world)], _WAIT)
     ranks = []
     for number, texts in sorted(everyone.items()):
         workers = [lines(text) for name, text in texts.items() if ".worker" in name]
         ranks.append(Rank(number, lines(texts.get(f"rank{number}.jsonl", "")), workers, 0))
-    return judge(Trace(ranks))
+    return ranks
 
 
 def assert_in_lockstep(
@@ -88,7 +103,7 @@ def assert_in_lockstep(
     `train` is a function at the top of a file, without arguments; each rank calls it in a fresh process.
     """
     file = inspect.getsourcefile(train)
-    if file is None or "<" in train.__qualname__:
+    if file is None or not train.__qualname__.isidentifier():
         raise ValueError(f"{train.__qualname__} is not at the top of a file, so that other processes cannot call it")
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "audit.json"

@@ -32,6 +32,8 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
         patches.wrap(torch.cuda, name, partial(_always, answer))
     for name in ("get_rng_state", "get_rng_state_all"):
         patches.wrap(torch.cuda, name, lambda _: lambda *args, **kwargs: torch.get_rng_state())
+    for name in ("manual_seed", "manual_seed_all"):
+        patches.wrap(torch.cuda, name, lambda _: lambda seed: torch.default_generator.manual_seed(seed))
     for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
         patches.replace(torch.cuda, name, _Queue)
     patches.wrap(torch.cuda, "is_available", lambda _: lambda: _asked_by_user())
@@ -72,8 +74,6 @@ _ANSWERS: dict[str, Any] = {
     "initial_seed": 0,
     "set_rng_state": None,
     "set_rng_state_all": None,
-    "manual_seed": None,
-    "manual_seed_all": None,
     "mem_get_info": (1 << 34, 1 << 34),
 }
 

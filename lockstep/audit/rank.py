@@ -104,7 +104,9 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
 
 
 def _settings() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_", "TORCH_", "WANDB_", "DDP_"))}
+    return {
+        k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_", "WANDB_", "DDP_"))
+    }
 
 
 def _last_line(error: BaseException) -> Site | None:

@@ -1,5 +1,6 @@
 """Start the ranks of an audit, watch whether they get on, end them."""
 
+import importlib
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -26,13 +28,17 @@ _BUSY = 0.02
 
 def watch_ranks(order: Order, patience: float = 30, limit: float = 3600) -> tuple[Trace, list[str]]:
     """Run `order` to its end, and what each rank printed. Ranks that do nothing for `patience` seconds hang."""
+    importlib.import_module("torch._dynamo")  # the first optimizer imports it, for seconds: once here, not in each rank
     folder = Path(tempfile.mkdtemp(prefix="lockstep-audit-"))
     try:
         with _started(order, folder) as pids:
-            hung = _wait(pids, folder, patience if order.mapped else 4 * patience, limit, order.mapped)
+            end = _wait(pids, folder, patience if order.mapped else 4 * patience, limit, order.mapped)
+            hung = end == "hung"
             stacks = _stacks(pids, folder) if hung else {}
-            statuses = [_status(pid, folder, number, hung) for number, pid in enumerate(pids)]
-            for pid in pids if hung else []:  # one that is killed makes others fail: they must not write that down
+            statuses = [_status(pid, folder, number, end != "through") for number, pid in enumerate(pids)]
+            for pid in (
+                pids if end != "through" else []
+            ):  # one that is killed makes others fail: they must not write that down
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
             ranks = read(folder, order.nproc, statuses)
@@ -40,7 +46,7 @@ def watch_ranks(order: Order, patience: float = 30, limit: float = 3600) -> tupl
         for number, stack in stacks.items():
             ranks[number].stack = stack
         printed = [_text(folder / f"rank{n}.out") for n in range(order.nproc)]
-        return Trace(ranks, hung), printed
+        return Trace(ranks, hung, over=end == "over"), printed
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -80,8 +86,10 @@ def _kill(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _wait(pids: list[int], folder: Path, patience: float, limit: float, by_cpu: bool) -> bool:
-    """Until all ranks are through or nothing moves any more; whether they hang."""
+def _wait(
+    pids: list[int], folder: Path, patience: float, limit: float, by_cpu: bool
+) -> Literal["through", "hung", "over"]:
+    """Until all ranks are through, or nothing moves any more, or the time is over."""
     begun = moved = time.monotonic()
     seen, used, asked = -1, 0.0, begun
     while True:
@@ -89,7 +97,7 @@ def _wait(pids: list[int], folder: Path, patience: float, limit: float, by_cpu: 
         now = time.monotonic()
         running = [pid for n, pid in enumerate(pids) if not (folder / f"rank{n}.{one.DONE}").exists() and _alive(pid)]
         if not running:
-            return False
+            return "through"
         size = sum(p.stat().st_size for p in folder.glob("*.jsonl"))
         if size != seen:
             seen, moved = size, now
@@ -98,8 +106,10 @@ def _wait(pids: list[int], folder: Path, patience: float, limit: float, by_cpu: 
             if cpu - used > _BUSY * (now - asked):
                 moved = now
             used, asked = cpu, now
-        if now - moved > patience or now - begun > limit:
-            return True
+        if now - moved > patience:
+            return "hung"
+        if now - begun > limit:
+            return "over"
 
 
 def _alive(pid: int) -> bool:
@@ -117,12 +127,12 @@ def _cpu(pid: int) -> float:
         return 0.0
 
 
-def _status(pid: int, folder: Path, number: int, hung: bool) -> int | None:
+def _status(pid: int, folder: Path, number: int, cut: bool) -> int | None:
     """A rank's exit status; None if it had to be ended."""
     done = folder / f"rank{number}.{one.DONE}"
     if done.exists():
         return int(done.read_text() or 0)
-    if hung and _alive(pid):
+    if cut and _alive(pid):
         return None
     _, code = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(code)

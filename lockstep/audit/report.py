@@ -49,7 +49,7 @@ def show(verdict: "Verdict", console: Console | None = None) -> None:
             console.print(Padding(f"[dim]{escape(seen)}[/]", (0, 4)))
         console.print(Padding(f"Why: {escape(finding.kind.why)}", (0, 4)))
         console.print(Padding("Mend:", (0, 4)))
-        console.print(Padding(Syntax(finding.kind.mend, "python", background_color="default"), (0, 8)))
+        console.print(Padding(Syntax(finding.kind.mend, "python", background_color="default", word_wrap=True), (0, 8)))
         console.print()
     if verdict.trace.hung or any(f.kind.name == "crashed" for f in verdict.findings):
         for rank in verdict.trace.ranks:

@@ -117,9 +117,11 @@ class Rank:
 class Trace:
     """What all ranks did."""
 
-    def __init__(self, ranks: list[Rank], hung: bool = False, alone: "Trace | None" = None):
+    def __init__(self, ranks: list[Rank], hung: bool = False, over: bool = False):
         self.ranks, self.hung = ranks, hung
-        self.alone = alone
+        self.over = over
+        """Whether it was ended because it had taken as long as it may."""
+        self.alone: Trace | None = None
         """The same script on one rank, where a check needed to compare."""
 
     @property

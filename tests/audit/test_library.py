@@ -55,6 +55,7 @@ def test_a_watched_script_that_is_sound_hears_nothing_and_is_left_as_it_was(rank
     assert ranks(2)(watched, True, True) == [([], "", True)] * 2
 
 
+@pytest.mark.slow
 def test_all_ranks_hear_what_is_wrong(ranks: Callable[[int], Ranks]) -> None:
     for names, message, same in ranks(2)(watched, False, True):
         assert names == ["unsynchronised"] and "goes around DDP" in message and same
@@ -72,6 +73,7 @@ def unsound() -> None:
     train(through_wrapper=False)
 
 
+@pytest.mark.slow
 def test_one_line_in_a_test_proves_a_training_function() -> None:
     assert_in_lockstep(sound, nproc=2)
     with pytest.raises(AssertionError, match="unsynchronised"):

@@ -54,7 +54,7 @@ def _resume(trace: Trace) -> Iterator[Finding]:
 
 
 def _logs(trace: Trace) -> Iterator[Finding]:
-    tables = [{(r["tag"], str(r["step"])): r for r in rank.of("scalar")} for rank in trace.ranks]
+    tables = [{(r["tag"], str(r["step"]), r["folder"]): r for r in rank.of("scalar")} for rank in trace.ranks]
     for key, record in tables[0].items():
         values = {number: t[key]["value"] for number, t in enumerate(tables) if key in t}
         if len(set(values.values())) > 1:

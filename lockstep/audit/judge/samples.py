@@ -124,7 +124,7 @@ def _holders(lists: list[list[int]], sample: int) -> str:
 
 def _exactly_once(lists: list[list[int]], loader: Record) -> bool:
     """By the ledger that every run of Lockstep keeps."""
-    if loader["subset"] is not None or loader["size"] is None:
+    if loader["partial"] or loader["size"] is None:
         return False
     ledger = Ledger(loader["size"])
     wrong = ledger.post([{0: tally(np.asarray(part, dtype=np.int64))} for part in lists])
@@ -133,7 +133,7 @@ def _exactly_once(lists: list[list[int]], loader: Record) -> bool:
 
 def _unseen(group: list[Pass], counts: Counter[int], world: int) -> Iterator[Finding]:
     first = group[0].loader
-    if not all(one.ended for one in group) or first["size"] is None:
+    if not all(one.ended for one in group) or first["size"] is None or (first["partial"] and not first["subset"]):
         return
     subsets = [one.loader["subset"] for one in group]
     whole = {i for s in subsets if s is not None for i in s} if any(subsets) else set(range(first["size"]))
@@ -182,7 +182,7 @@ def _overlap(trace: Trace) -> Iterator[Finding]:
     for test in (one for one in everything if not one.trains and one.index):
         for train in training:
             same = train.loader["dataset"] == test.loader["dataset"]
-            if same and (test.loader["subset"] or train.loader["subset"]):
+            if same and (test.loader["partial"] or train.loader["partial"]):
                 shared = set(train.index) & set(test.index)
             elif not same and len(set(test.hashes)) >= 8:
                 shared = set(train.hashes) & set(test.hashes)

@@ -14,7 +14,6 @@ DEAD = {
     "DDP_TIMEOUT": "the time-out is an argument of init_process_group",
     "TORCH_DISTRIBUTED_TIMEOUT": "the time-out is an argument of init_process_group",
     "NCCL_BACKEND": "the backend is an argument of init_process_group",
-    "NCCL_LAUNCH_MODE": "NCCL reads it no more",
     "CUDA_VISIBLE_DEVICE": "the variable is CUDA_VISIBLE_DEVICES",
 }
 """Variables people set that nothing reads."""
@@ -60,7 +59,9 @@ def _rate(trace: Trace) -> Iterator[Finding]:
     if not many.steps or not one.steps or not many.steps[0]["lr"] or not one.steps[0]["lr"]:
         return
     rate = many.steps[0]["lr"][0] / max(one.steps[0]["lr"][0], 1e-30)
-    batch = trace.world * _samples_a_step(many) / max(_samples_a_step(one), 1)
+    if not _samples_a_step(many) or not _samples_a_step(one):
+        return
+    batch = trace.world * _samples_a_step(many) / _samples_a_step(one)
     if rate > 1.2 and batch < 1.05:
         what = f"on {trace.world} ranks the learning rate is {rate:g} times that of one, the global batch is the same"
         seen = f"lr {one.steps[0]['lr'][0]:g} → {many.steps[0]['lr'][0]:g}, samples a step ×{batch:g}"
@@ -70,7 +71,8 @@ def _rate(trace: Trace) -> Iterator[Finding]:
 def _samples_a_step(rank: Rank) -> float:
     """Of the first step."""
     first = rank.steps[0]["t"]
-    return sum(b["rows"] for b in rank.of("batch") if b["t"] <= first)
+    batches = rank.of("batch") or rank.of("input")
+    return sum(b.get("rows", 0) for b in batches if b["t"] <= first)
 
 
 def _waits(rank: Rank) -> Iterator[Finding]:

@@ -31,6 +31,8 @@ class Context:
         self.wrappers: list[DistributedDataParallel] = []
         self.covered: set[int] = set()
         """Parameters whose gradients some wrapper synchronises."""
+        self.shards: list[nn.Module] = []
+        """Modules whose parameters are plain tensors and yet each rank's own part, as FSDP's first version has them."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.steps = 0
         self.backwards = 0

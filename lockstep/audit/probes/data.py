@@ -1,5 +1,6 @@
 """Data loaders and samplers: which samples each rank was given, in which order, and with what randomness."""
 
+import os
 import random
 import sys
 import time
@@ -38,7 +39,7 @@ class Data:
         self.loaders: list[DataLoader[Any]] = []
         self.datasets: list[Any] = []
         self.epochs: dict[int, int] = {}
-        self.fetches = 0
+        self.pid, self.fetches = os.getpid(), 0
 
     def iterate(self, original: Function) -> Function:
         def __iter__(loader: DataLoader[Any]) -> Any:
@@ -69,6 +70,7 @@ class Data:
             "type": type(root).__name__,
             "streams": isinstance(root, IterableDataset),
             "size": len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
+            "partial": places is not None,
             "subset": places if places is not None and len(places) <= 100_000 else None,
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             "batches": _length(loader),
@@ -138,6 +140,8 @@ class Data:
 
     def fetch(self, original: Function) -> Function:
         def fetch(fetcher: Any, index: Any) -> Any:
+            if self.pid != os.getpid():  # a worker, which begins to count
+                self.pid, self.fetches = os.getpid(), 0
             self.fetches += 1
             if self.fetches > _FETCHES:
                 return original(fetcher, index)

@@ -18,6 +18,8 @@ from ..trace import site
 from .context import Context, replicated, worth_a_look
 from .patch import Function, Patches
 
+_LOOK = 256
+"""Numbers of a sample that tell it from others."""
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -36,7 +38,7 @@ def install(context: Context, patches: Patches) -> None:
     patches.later(register_optimizer_step_post_hook(probe.after_step).remove)
     patches.wrap(ReduceLROnPlateau, "step", probe.plateau)
     patches.wrap(LRScheduler, "step", probe.schedule)
-    patches.when_imported("torch.distributed.fsdp", lambda fsdp: patches.wrap(fsdp, "fully_shard", probe.sharding))
+    patches.when_imported("torch.distributed.fsdp", probe.meet_fsdp)
     joining = "torch.distributed.algorithms.join"
     patches.when_imported(joining, lambda join: patches.wrap(join.Join, "__enter__", probe.joining))
 
@@ -58,7 +60,7 @@ class Training:
         """Trainable parameters that never had a gradient yet."""
         self.unowned: set[str] = set()
         self.ran: set[int] = set()
-        """Parameters of modules that ran forward while training."""
+        """Modules that ran forward while training, and their parameters."""
         self.around = 0
         self.versions: list[tuple[str, Tensor, int]] = []
         self.used: dict[int, set[int]] = {}
@@ -92,6 +94,20 @@ class Training:
             if parameter.requires_grad:
                 key = id(parameter)
                 self.patches.later(parameter.register_hook(lambda _, key=key: used.add(key)).remove)
+
+    def meet_fsdp(self, fsdp: Any) -> None:
+        self.patches.wrap(fsdp, "fully_shard", self.sharding)
+        self.patches.wrap(fsdp.FullyShardedDataParallel, "__init__", self.flattening)
+
+    def flattening(self, original: Function) -> Function:
+        def __init__(wrapper: nn.Module, *args: Any, **kwargs: Any) -> None:
+            with self.recorder.hide():
+                original(wrapper, *args, **kwargs)
+            self.context.shards.append(wrapper)
+            self.context.covered |= {id(p) for p in wrapper.parameters()}
+            self.recorder.write("fsdp")
+
+        return __init__
 
     def sharding(self, original: Function) -> Function:
         def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +184,8 @@ class Training:
                 given = [(f"input {n} of the model", t) for n, t in enumerate(inputs)]
                 given += [(f"tensor {n} of the batch", t) for n, t in enumerate(self.context.given)]
                 self.versions = [(name, t, t._version) for name, t in given]
-                self.ran |= {id(p) for p in module.parameters()}
+                if id(module) not in self.ran:
+                    self.ran |= {id(module), *(id(p) for p in module.parameters())}
                 self.context.forwards += 1
                 self._inputs(module, inputs)
 
@@ -183,7 +200,7 @@ class Training:
 
     def _inputs(self, module: nn.Module, inputs: list[Tensor]) -> None:
         n = self.context.forwards
-        if not worth_a_look(n) and (self.recorder.on_gpu or n > 200):
+        if not worth_a_look(n):
             return
         with self.recorder.hide():
             batch = next((t for t in inputs if t.dim() > 0), None)
@@ -325,8 +342,10 @@ class Training:
 
     def _own(self, optimizer: Optimizer) -> dict[str, Tensor]:
         self.context.roots()
+        shards = {id(p) for module in self.context.shards for p in module.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return {f"{self.context.name(p, f'parameter {n}')}": p for n, p in enumerate(parameters)}
+        named = {self.context.name(p, f"parameter {n}"): p for n, p in enumerate(parameters)}
+        return {name: p for name, p in named.items() if id(p) not in shards}
 
     def plateau(self, original: Function) -> Function:
         def step(schedule: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
@@ -365,7 +384,7 @@ def row_hashes(batch: list[Tensor]) -> list[int]:
         if tensor.dim() == 0 or (total is not None and len(tensor) != len(total)) or tensor.is_complex():
             continue
         flat = tensor.detach().reshape(len(tensor), -1)
-        flat = flat[:, :: max(1, flat.shape[1] // 2048)]
+        flat = flat[:, :: max(1, flat.shape[1] // _LOOK)]
         bits = flat.to(torch.float64).contiguous().view(torch.int64)
         places = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 0x9E3779B97F4A7C1 | 1
         mixed = (bits ^ (bits >> 29)) * places
