@@ -115,6 +115,8 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
         remarks.append(
             "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"
         )
+    if order.mapped and rank.of("device") and any((r.first("end") or {}).get("how") == "crash" for r in trace.ranks):
+        remarks.append("the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda")
     if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
         remarks.append("sharded parameters are each rank's own: their weights were not compared")
     spawn = rank.first("spawn")

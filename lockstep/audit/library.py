@@ -43,6 +43,8 @@ def watch(raises: bool = True) -> Iterator[Watched]:
     global _watches
     _watches += 1
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():  # ranks that torch.multiprocessing started have nothing in their environment
+        rank, world = dist.get_rank(), dist.get_world_size()
     watched = Watched()
     with tempfile.TemporaryDirectory(prefix="lockstep-watch-") as folder:
         recorder = Recorder(Path(folder), rank)

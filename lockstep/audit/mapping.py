@@ -6,6 +6,7 @@ with it is found here as it would be there. What cannot be had is said in the re
 
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from ..parallel import share_batch_norm
 from .probes.patch import Function, Patches
 from .trace import Recorder, foreign
 
-CPU = torch.device("cpu")
+CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _LOCKSTEP = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -34,8 +35,15 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
         patches.wrap(torch.cuda, name, lambda _: lambda *args, **kwargs: torch.get_rng_state())
     for name in ("manual_seed", "manual_seed_all"):
         patches.wrap(torch.cuda, name, lambda _: lambda seed: torch.default_generator.manual_seed(seed))
-    for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
+    for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "device"):
         patches.replace(torch.cuda, name, _Queue)
+    if hasattr(torch, "accelerator"):
+        patches.wrap(torch.accelerator, "is_available", lambda _: lambda: _asked_by_user())
+        patches.wrap(torch.accelerator, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
+        patches.wrap(torch.accelerator, "current_accelerator", _accelerator)
+        patches.wrap(torch.accelerator, "set_device_index", lambda _: lambda device: chosen.choose(device))
+        patches.wrap(torch.accelerator, "current_device_index", lambda _: lambda: chosen.current)
+        patches.wrap(torch.accelerator, "synchronize", partial(_always, None))
     patches.wrap(torch.cuda, "is_available", lambda _: lambda: _asked_by_user())
     patches.wrap(torch.cuda, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
     patches.wrap(torch.cuda, "set_device", lambda _: lambda device: chosen.choose(device))
@@ -88,7 +96,13 @@ class _Queue:
     """A stream or an event where there is only one queue, the processor's: everything is in order already."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        pass
+        self.at = time.perf_counter()
+
+    def record(self, *_: Any) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: "_Queue") -> float:
+        return 1000 * (later.at - self.at)
 
     def __enter__(self) -> "_Queue":
         return self
@@ -97,7 +111,7 @@ class _Queue:
         pass
 
     def __getattr__(self, name: str) -> Function:
-        return lambda *args, **kwargs: {"elapsed_time": 0.0, "query": True}.get(name)
+        return lambda *args, **kwargs: True if name == "query" else None
 
 
 def _always(answer: Any, original: Function) -> Function:
@@ -151,8 +165,10 @@ class _OnCpu(TorchFunctionMode):
         if name == "cuda":
             self.chosen.use(args[1] if len(args) > 1 else kwargs.get("device"))
             return args[0]
-        if name == "pin_memory":
+        if name in ("pin_memory", "record_stream"):
             return args[0]
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         first = 1
         if name == "_parse_to":  # what Module.to was told
             first, args = 0, tuple(torch.device("cuda", a) if type(a) is int else a for a in args)
@@ -172,6 +188,13 @@ class _Generator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> "_Generator":
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+def _accelerator(original: Function) -> Function:
+    def current_accelerator(*args: Any, **kwargs: Any) -> Any:
+        return _CUDA if _asked_by_user() else None
+
+    return current_accelerator
 
 
 def _load(original: Function) -> Function:

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 
 from . import mapping, probes
-from .trace import Recorder, Site, foreign
+from .trace import SHARING, Recorder, Site, foreign
 
 _exit = os._exit
 DONE, GO = "done", "go"
@@ -70,7 +70,7 @@ def _environment(order: Order, rank: int, port: int) -> None:
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.nproc)))
     if order.shares_gpu:
-        os.environ["NCCL_HOSTID"] = f"lockstep-{rank}"
+        os.environ["NCCL_HOSTID"] = f"{SHARING}{rank}"
 
 
 def _run(order: Order, recorder: Recorder, folder: Path) -> int:

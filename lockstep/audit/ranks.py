@@ -26,7 +26,7 @@ _BUSY = 0.02
 """Share of a core above which a process counts as getting on."""
 
 
-def watch_ranks(order: Order, patience: float = 30, limit: float = 3600) -> tuple[Trace, list[str]]:
+def watch_ranks(order: Order, patience: float, limit: float) -> tuple[Trace, list[str]]:
     """Run `order` to its end, and what each rank printed. Ranks that do nothing for `patience` seconds hang."""
     importlib.import_module("torch._dynamo")  # the first optimizer imports it, for seconds: once here, not in each rank
     folder = Path(tempfile.mkdtemp(prefix="lockstep-audit-"))

@@ -26,8 +26,8 @@ def headline(verdict: "Verdict") -> str:
     steps = min((len(r.steps) for r in verdict.trace.ranks), default=0)
     watched = f"{verdict.trace.world} ranks, {steps} steps"
     if not verdict.findings:
-        data = " on all of the data" if any(r.of("loader") for r in verdict.trace.ranks) else ""
-        return f"nothing found: the ranks train one model{data} ({watched})"
+        whole = any(r.of("pass_end") for r in verdict.trace.ranks)
+        return f"nothing found: the ranks train one model{' on all of the data' * whole} ({watched})"
     parts = [f"{n} {s}{'s' * (n > 1)}" for s, n in counts.items() if n]
     return f"{', '.join(parts)} ({watched})"
 
@@ -54,7 +54,8 @@ def show(verdict: "Verdict", console: Console | None = None) -> None:
     if verdict.trace.hung or any(f.kind.name == "crashed" for f in verdict.findings):
         for rank in verdict.trace.ranks:
             console.print(f"rank {rank.number} {escape(doing(rank))}", soft_wrap=True)
-        last = [text for text in verdict.printed if text.strip()]
+        failed = [r.number for r in verdict.trace.ranks if (end := r.first("end")) and end["how"] == "crash"]
+        last = [verdict.printed[n] for n in failed] or [text for text in verdict.printed if text.strip()]
         if last:
             console.print(Padding(escape("\n".join(last[0].strip().splitlines()[-12:])), (0, 4)))
     for note in verdict.notes:

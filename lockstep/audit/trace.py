@@ -22,6 +22,8 @@ Record = dict[str, Any]
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = str(Path(__file__).parent) + os.sep
 _LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, sysconfig.get_paths()["purelib"] + os.sep, _TORCH, OURS)
+SHARING = "lockstep-audit-rank-"
+"""NCCL_HOSTID of ranks that the audit puts on one GPU begins so."""
 _foreign: dict[str, bool] = {}
 
 
@@ -59,6 +61,7 @@ class Recorder:
         self.folder, self.rank = folder, rank
         self.on_gpu = False
         """Whether the script works on a GPU, or believes to: waits for the device mean something there."""
+        self.owner = os.getpid()
         self.hidden = threading.local()
         self._open()
 
@@ -76,12 +79,12 @@ class Recorder:
 
     @property
     def in_worker(self) -> bool:
-        return self.pid != os.getpid() or torch.utils.data.get_worker_info() is not None
+        return self.owner != os.getpid() or torch.utils.data.get_worker_info() is not None
 
     @property
     def is_hidden(self) -> bool:
         """Whether what runs now is a probe's own work or inside a call that was recorded as a whole."""
-        return getattr(self.hidden, "depth", 0) > 0
+        return getattr(self.hidden, "depth", 0) > 0 or self.file.closed
 
     @contextmanager
     def hide(self) -> Iterator[None]:

@@ -26,10 +26,10 @@ def test_an_example_passes(name: str, tmp_path: Path) -> None:
         ROOT / "examples" / name, folder, ignore=shutil.ignore_patterns("runs", "data", "log", "__pycache__")
     )
     command = f"{prepare or ':'} && lockstep audit --steps 0 --json {tmp_path}/audit.json -- {script}"
-    variables = environment(LOCKSTEP_SMOKE="4")
+    variables = environment(LOCKSTEP_SMOKE="2")
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=variables, capture_output=True, text=True, timeout=280, check=False
     )
     verdict = json.loads((tmp_path / "audit.json").read_text())
     assert done.returncode == 0 and verdict["findings"] == [], done.stdout
-    assert [rank["steps"] for rank in verdict["ranks"]] == [4, 4]
+    assert [rank["steps"] for rank in verdict["ranks"]] == [2, 2]

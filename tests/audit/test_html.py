@@ -43,13 +43,13 @@ class Log:
     def load(self, samples: list[int], line: int = 14, trains: bool = True, ends: bool = True, **loader: Any) -> None:
         """A pass over `samples` in two batches."""
         about: dict[str, Any] = {"type": "TensorDataset", "sampler": "DistributedSampler", "streams": False, "size": 64}
-        about |= {"dataset": 0, "subset": None, "batch_size": 8, "batches": None} | loader
+        about |= {"dataset": 0, "subset": None, "batch_size": 8, "batches": None, "partial": False} | loader
         self.loaders += 1
         self.write("loader", line, n=self.loaders, epoch=1, **about)
         key = "hashes" if about["streams"] else "index"
         for part in (samples[: len(samples) // 2], samples[len(samples) // 2 :]):
             given: dict[str, Any] = {key: part}
-            self.write("batch", line, n=self.loaders, epoch=1, rows=len(part), **given)
+            self.write("batch", line, n=self.loaders, epoch=1, rows=len(part), learns=trains, **given)
             if trains:
                 self.step()
         if ends:

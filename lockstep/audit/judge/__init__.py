@@ -24,7 +24,6 @@ CAUSES = {
     "differing-schedule": {"unsynchronised", "local-metric"},
     "uneven-steps": {"collective-mismatch", "hangs", "crashed", "repeated-samples", "unseen-samples"},
     "collective-mismatch": {"hangs", "crashed"},
-    "no-gradient": {"crashed"},
     "differing-epoch": {"repeated-samples", "unseen-samples"},
     "differing-splits": {"padded-evaluation", "overlapping-splits", "repeated-samples", "unseen-samples"},
     "foreign-parameters": {"nothing-changed", "no-gradient", "untrained-parameters"},

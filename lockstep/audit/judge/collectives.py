@@ -9,6 +9,8 @@ from textwrap import shorten
 from ..catalog import Finding, finding
 from ..trace import Rank, Record, Site, Trace, where
 
+UNUSED = "parameters that were not used in producing loss"
+"""What DDP says when it waits for a gradient that never comes."""
 _CONDITIONS = ("rank", "local", "main", "master", "zero", "primary", "leader")
 
 
@@ -25,7 +27,7 @@ def judge(trace: Trace) -> Iterator[Finding]:
             yield uneven
         elif guarded:
             yield guarded
-    if trace.hung:
+    if trace.hung and not any(map(_own_crash, trace.ranks)):
         yield finding("hangs", "the ranks wait for each other for ever", _place(trace), *_doing(trace))
     yield from _crashes(trace)
 
@@ -91,7 +93,10 @@ def _mismatch(trace: Trace) -> Finding | None:
         for n in range(max(map(len, calls), default=0)):
             present = [(r, c[n]) for r, c in zip(members, calls, strict=True) if len(c) > n]
             if len(present) < len(members):
-                return _lonely(trace, members, present)
+                absent = [r for r in members if all(r is not p for p, _ in present)]
+                if trace.over or any(_own_crash(r) for r in absent):
+                    break  # it was cut off, or failed by itself: no wonder
+                return _lonely(members, present)
             first = present[0][1]
             other = next(((r, c) for r, c in present if _signature(c) != _signature(first)), None)
             if other:
@@ -105,7 +110,7 @@ def _mismatch(trace: Trace) -> Finding | None:
     return None
 
 
-def _lonely(trace: Trace, members: list[Rank], present: list[tuple[Rank, Record]]) -> Finding:
+def _lonely(members: list[Rank], present: list[tuple[Rank, Record]]) -> Finding:
     callers = [r.number for r, _ in present]
     absent = [r for r in members if r.number not in callers]
     call = present[0][1]
@@ -133,7 +138,7 @@ def _depends_on_rank(at: Site | None) -> bool:
 
 
 def _uneven(trace: Trace) -> Finding | None:
-    if any(rank.first("join") for rank in trace.ranks) or any(_own_crash(rank) for rank in trace.ranks):
+    if trace.over or any(rank.first("join") for rank in trace.ranks) or any(_own_crash(rank) for rank in trace.ranks):
         return None
     backwards = [sum(b["phase"] == "in" for b in rank.of("backward")) for rank in trace.ranks]
     steps = [len(rank.steps) for rank in trace.ranks]
@@ -165,6 +170,8 @@ def _own_crash(rank: Rank) -> bool:
 def _crashes(trace: Trace) -> Iterator[Finding]:
     own = [rank for rank in trace.ranks if _own_crash(rank)]
     lost = [rank for rank in trace.ranks if (end := rank.first("end")) and end["how"] == "crash"]
+    if any(UNUSED in (rank.first("end") or {}).get("why", "") for rank in own):
+        return  # DDP's word for a finding of its own
     for rank in (own or lost)[:1]:
         end = rank.first("end")
         text = end["why"].strip().splitlines()[0][:300] if end else f"exit status {rank.status}"

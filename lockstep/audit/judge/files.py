@@ -30,7 +30,7 @@ def _in_place(rank: Rank) -> Iterator[Finding]:
     for save in rank.of("save"):
         times[save["path"]].append(save)
     for path, saves in times.items():
-        if path not in moved and any(s["existed"] for s in saves):
+        if path not in moved and any(s["existed"] for s in saves[1:]):
             what = "a checkpoint is overwritten in place"
             yield finding("in-place-checkpoint", what, where(saves[-1]), f"{path}, {len(saves)} times")
 
@@ -57,7 +57,7 @@ def _logs(trace: Trace) -> Iterator[Finding]:
     tables = [{(r["tag"], str(r["step"]), r["folder"]): r for r in rank.of("scalar")} for rank in trace.ranks]
     for key, record in tables[0].items():
         values = {number: t[key]["value"] for number, t in enumerate(tables) if key in t}
-        if len(set(values.values())) > 1:
+        if len(set(map(repr, values.values()))) > 1:
             seen = ", ".join(f"rank {n}: {v:g}" for n, v in values.items())
             what = f"ranks log different values as {key[0]!r}"
             yield finding("differing-logs", what, where(record), f"step {key[1]}: {seen}")

@@ -7,6 +7,7 @@ from ...watch.agreement import disagreement
 from ...watch.drift import differing
 from ..catalog import Finding, finding
 from ..trace import Rank, Record, Site, Trace, where
+from .collectives import UNUSED
 
 
 def judge(trace: Trace) -> Iterator[Finding]:
@@ -78,7 +79,7 @@ def _schedule(trace: Trace) -> Iterator[Finding]:
         return
     plateaus = [rank.of("plateau") for rank in trace.ranks]
     for records in zip(*plateaus, strict=False):
-        if found := disagreement([{"value": r["value"]} for r in records]):
+        if disagreement([{"value": repr(r["value"])} for r in records]):
             values = ", ".join(f"rank {n}: {r['value']:g}" for n, r in enumerate(records))
             what = "the schedule is driven by a value that differs between ranks"
             yield finding("differing-schedule", what, where(records[0]), values)
@@ -152,8 +153,7 @@ def _gradients(trace: Trace) -> Iterator[Finding]:
     rank = trace.ranks[0]
     steps = rank.of("step")
     wrap: Any = where(rank.first("ddp") or rank.first("optimizer"))
-    unused = "parameters that were not used in producing loss"
-    ended = next((e for r in trace.ranks for e in r.of("end") if unused in e.get("why", "")), None)
+    ended = next((e for r in trace.ranks for e in r.of("end") if UNUSED in e.get("why", "")), None)
     if ended:
         yield finding("no-gradient", "DDP waits for gradients of parameters that take no part in the loss", wrap)
         return

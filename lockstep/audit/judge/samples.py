@@ -24,12 +24,15 @@ class Pass:
     index: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
     batches: int = 0
+    waiting: int = 0
+    """Batches given, with gradients on, since the last backward pass."""
     rows: int = 0
     """Most samples in a batch."""
     fed: int = 0
     """Most samples that the model was given at once while training on it."""
     after: list[Record] = field(default_factory=list)
     """What came after its end, up to the next training on another pass."""
+    closed: bool = False
 
     @property
     def at(self) -> Site | None:
@@ -50,17 +53,30 @@ def passes(rank: Rank) -> list[Pass]:
             last.hashes += record.get("hashes", [])
             last.rows = max(last.rows, record["rows"])
             last.batches += 1
+            last.waiting += record["learns"]
             last.ended |= last.batches == last.loader["batches"]  # some loops count and never ask for one more
         elif kind == "pass_end" and (key := (record["n"], record["epoch"])) in found:
             found[key].ended = True
-        elif kind == "backward" and last is not None:
-            last.trains = True
+        elif kind == "backward" and record["phase"] == "in" and last is not None:
+            _learn_from(list(found.values()), last)
         elif kind == "input" and last is not None:
             last.fed = max(last.fed, record.get("rows", 0))
         for one in found.values():
-            if one.ended and not one.trains:
+            if one.ended and not one.trains and not one.closed:
                 one.after.append(record)
+                one.closed = kind in ("backward", "end")
+    for one in found.values():  # the probes look at the model's inputs now and then only
+        one.fed = one.fed or max(p.fed for p in found.values() if p.at == one.at)
     return list(found.values())
+
+
+def _learn_from(known: list[Pass], last: Pass) -> None:
+    """Which passes a backward pass belongs to: those that gave one batch for it, or else the one that gave the last."""
+    one_each = [p for p in known if p.waiting == 1 and (not p.ended or p is last)]
+    for one in one_each or [last]:
+        one.trains = True
+    for one in known:
+        one.waiting = 0
 
 
 def together(trace: Trace) -> list[list[Pass]]:
@@ -182,6 +198,8 @@ def _overlap(trace: Trace) -> Iterator[Finding]:
     for test in (one for one in everything if not one.trains and one.index):
         for train in training:
             same = train.loader["dataset"] == test.loader["dataset"]
+            if same and train.loader["subset"] == test.loader["subset"]:
+                continue  # how well the training set itself is fitted
             if same and (test.loader["partial"] or train.loader["partial"]):
                 shared = set(train.index) & set(test.index)
             elif not same and len(set(test.hashes)) >= 8:
@@ -214,9 +232,15 @@ def _metrics(groups: list[list[Pass]], trace: Trace) -> Iterator[Finding]:
 def _until_training(records: list[Record]) -> list[Record] | None:
     """What follows an evaluation; None if the audit ended before it was used."""
     for n, record in enumerate(records):
-        if record["kind"] in ("backward", "end", "loader"):
-            return records[:n]
+        if record["kind"] in ("backward", "end"):
+            return [r for r in records[:n] if not (r["kind"] == "collective" and r["t"] >= _reading(records[:n]))]
     return None
+
+
+def _reading(records: list[Record]) -> float:
+    """When the loader of the next training begins, whose library may speak over the network itself."""
+    begun = [r["t"] for r in records if r["kind"] == "loader"]
+    return begun[-1] if begun else float("inf")
 
 
 def _brings_together(record: Record) -> bool:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..catalog import Finding, finding
-from ..trace import Rank, Site, Trace, where
+from ..trace import SHARING, Rank, Site, Trace, where
 
 DEAD = {
     "NCCL_TIMEOUT": "the time-out is an argument of init_process_group",
@@ -32,6 +32,15 @@ def judge(trace: Trace) -> Iterator[Finding]:
 
 
 def _devices(trace: Trace) -> Iterator[Finding]:
+    """Which GPU each rank works on: as it asked for on the CPU, or, on GPUs of their own, as its weights are."""
+    real = [rank.steps[0].get("devices", []) if rank.steps else [] for rank in trace.ranks]
+    start = trace.ranks[0].first("start")
+    shares = start is not None and start["environment"].get("NCCL_HOSTID", "").startswith(SHARING)
+    if real[0] and real[0][0].startswith("cuda") and len(set(map(tuple, real))) == 1 and not shares:
+        at = where(trace.ranks[0].first("optimizer"))
+        yield finding("shared-device", f"all {trace.world} ranks use {', '.join(real[0])}", at)
+    if any(c["name"] == "CUDA_VISIBLE_DEVICES" for rank in trace.ranks for c in rank.of("setting")):
+        return  # each rank may count its GPUs from 0
     used = [{d["index"] for d in rank.of("device") if d["op"] == "use"} for rank in trace.ranks]
     asked = [next((d for d in rank.of("device") if d["op"] == "device_ids"), None) for rank in trace.ranks]
     if all(len(u) == 1 for u in used) and len(set.union(*used)) == 1:
@@ -106,5 +115,7 @@ def _environment(rank: Rank) -> Iterator[Finding]:
     for change in changes:
         before = change["before"]
         if before is not None and before != change["value"] and change["name"].startswith(_USERS):
-            what = f"{change['name']}={before} from the environment is overwritten with {change['value']}"
+            secret = any(word in change["name"] for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
+            values = "" if secret else f": {before} becomes {change['value']}"
+            what = f"{change['name']} from the environment is overwritten{values}"
             yield finding("overwritten-setting", what, where(change))

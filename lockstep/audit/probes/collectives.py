@@ -40,7 +40,8 @@ def _keep_store(patches: Patches, original: Function) -> Function:
 
 def _watched(context: Context, name: str, original: Function) -> Function:
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if context.hidden:
+        outsider = any(a is dist.GroupMember.NON_GROUP_MEMBER for a in (kwargs.get("group"), *args))
+        if context.hidden or outsider:
             return original(*args, **kwargs)
         number = context.collectives = context.collectives + 1
         library = foreign(sys._getframe(1).f_code.co_filename)

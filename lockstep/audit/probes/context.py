@@ -5,6 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Context:
 
     @property
     def hidden(self) -> bool:
-        return self.recorder.is_hidden or torch.compiler.is_compiling()
+        return torch.compiler.is_compiling() or self.recorder.is_hidden
 
     def roots(self) -> list[nn.Module]:
         """Modules that are no part of another and have parameters, found among all objects."""
@@ -68,18 +69,29 @@ class Context:
             found = [m for m in modules if id(m) not in parts and next(m.parameters(), None) is not None]
             new = [m for m in found if all(m is not r for r in self._roots)]
             self._roots = found
-            self._names = {id(p): name for m in found for name, p in _named(m)}
+            self._christen(found)
         for module in new:
             for act in self.on_root:
                 act(module)
         return self._roots
+
+    def _christen(self, modules: list[nn.Module]) -> None:
+        """A name for each parameter, that it keeps, and that no other has."""
+        taken = set(self._names.values())
+        for module in modules:
+            for name, parameter in _named(module):
+                if id(parameter) not in self._names:
+                    alike = (f"{name} ({n})" for n in count(2))
+                    self._names[id(parameter)] = name if name not in taken else next(a for a in alike if a not in taken)
+                    taken.add(self._names[id(parameter)])
 
     def name(self, tensor: Tensor, default: str = "a tensor of no module") -> str:
         return self._names.get(id(tensor), default)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         for module in self.roots():
-            yield from _named(module)
+            for _, parameter in _named(module):
+                yield self._names[id(parameter)], parameter
 
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         with self.recorder.hide():

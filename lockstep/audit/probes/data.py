@@ -1,5 +1,6 @@
 """Data loaders and samplers: which samples each rank was given, in which order, and with what randomness."""
 
+import operator
 import os
 import random
 import sys
@@ -57,7 +58,7 @@ class Data:
             finally:
                 self.context.in_loader -= 1
                 self.context.timed(start)
-            iterator._lockstep = _Pass(number, epoch)
+            iterator._lockstep = _Pass(number, epoch, *_root(loader.dataset))
             self.recorder.write("loader", at, n=number, epoch=epoch, **self._describe(loader))
             return iterator
 
@@ -69,7 +70,7 @@ class Data:
             "dataset": _place(self.datasets, root),
             "type": type(root).__name__,
             "streams": isinstance(root, IterableDataset),
-            "size": len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
+            "size": _length(loader.dataset),
             "partial": places is not None,
             "subset": places if places is not None and len(places) <= 100_000 else None,
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
@@ -117,16 +118,16 @@ class Data:
 
     def _given(self, iterator: Any, passing: "_Pass", batch: Any) -> None:
         index = passing.drawn.popleft() if passing.drawn else None
-        index = [index] if isinstance(index, int) else index
+        index = _numbers(index)
         seen: dict[str, Any] = {"n": passing.loader, "epoch": passing.epoch}
-        root, places = _root(self.loaders[passing.loader].dataset)
-        whole = isinstance(index, (list, tuple)) and all(isinstance(i, int) for i in index)
-        if index and whole and not isinstance(root, IterableDataset):
-            seen["index"] = [places[i] for i in index] if places is not None else list(index)
+        root, places = passing.root, passing.places
+        if index and not isinstance(root, IterableDataset):
+            seen["index"] = [places[i] for i in index] if places is not None else index
         leaves = list(tensors(batch))
         with self.recorder.hide():
             seen["hashes"] = row_hashes([t for t in leaves if not t.is_cuda][:4])[:1024]
-        seen["rows"] = max((len(t) for t in leaves if t.dim()), default=0)
+        seen["rows"] = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
+        seen["learns"] = torch.is_grad_enabled()
         self.context.given = leaves
         self.recorder.write("batch", **seen)
 
@@ -159,8 +160,9 @@ class Data:
 class _Pass:
     """One way through a loader."""
 
-    def __init__(self, loader: int, epoch: int):
+    def __init__(self, loader: int, epoch: int, root: Any, places: list[int] | None):
         self.loader, self.epoch = loader, epoch
+        self.root, self.places = root, places
         self.drawn: deque[Any] = deque()
         """Indices asked for and not yet given: workers are ahead of the loop."""
 
@@ -173,18 +175,25 @@ def _place(known: list[Any], thing: Any) -> int:
     return len(known) - 1
 
 
-def _length(loader: DataLoader[Any]) -> int | None:
+def _numbers(index: Any) -> list[int] | None:
+    """The samples of a batch, if its sampler numbers them."""
     try:
-        return len(loader)
-    except TypeError:  # a stream
+        return [operator.index(i) for i in (index if isinstance(index, (list, tuple)) else [index])]
+    except TypeError:
+        return None
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):  # a stream
         return None
 
 
 def _root(dataset: Any) -> tuple[Any, list[int] | None]:
     """The data set under all Subsets, and where in it the samples of `dataset` are."""
     places: list[int] | None = None
-    while isinstance(dataset, Subset):
-        own = [int(i) for i in dataset.indices]
+    while isinstance(dataset, Subset) and (own := _numbers(list(dataset.indices))) is not None:
         places = own if places is None else [own[i] for i in places]
         dataset = dataset.dataset
     return dataset, places

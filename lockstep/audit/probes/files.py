@@ -28,7 +28,7 @@ def install(context: Context, patches: Patches) -> None:
     patches.wrap(Optimizer, "load_state_dict", lambda original: probe.restore("optimizer", original))
     patches.wrap(builtins, "print", probe.print)
     patches.when_imported("torch.utils.tensorboard.writer", lambda module: probe.tensorboard(module, patches))
-    probe.environment = dict(os.environ)
+    probe.environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # which the audit sets
     patches.wrap(type(os.environ), "__setitem__", probe.setting)
 
 
@@ -61,10 +61,11 @@ class Files:
         return load
 
     def move(self, original: Function) -> Function:
-        def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        def move(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.context.recorder.is_hidden and (at := site()) is not None:
-                self.recorder.write("move", at, source=str(Path(source).absolute()), path=str(Path(target).absolute()))
-            return original(source, target, *args, **kwargs)
+                source, path = (str(Path(os.fsdecode(p)).absolute()) for p in (src, dst))
+                self.recorder.write("move", at, source=source, path=path)
+            return original(src, dst, *args, **kwargs)
 
         return move
 
@@ -89,11 +90,13 @@ class Files:
 
     def tensorboard(self, module: ModuleType, patches: Patches) -> None:
         def watched(original: Function) -> Function:
-            def add_scalar(writer: Any, tag: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+            def add_scalar(writer: Any, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> Any:
                 with self.recorder.hide():
                     step = kwargs.get("global_step", args[0] if args else None)
-                    self.recorder.write("scalar", tag=tag, value=float(value), step=step, folder=writer.get_logdir())
-                return original(writer, tag, value, *args, **kwargs)
+                    self.recorder.write(
+                        "scalar", tag=tag, value=float(scalar_value), step=step, folder=writer.get_logdir()
+                    )
+                return original(writer, tag, scalar_value, *args, **kwargs)
 
             return add_scalar
 
@@ -117,7 +120,7 @@ def _contents(obj: Any) -> dict[str, Any]:
     return {
         "optimizer": any({"state", "param_groups"} <= set(s) for s in states),
         "progress": any(key in obj for key in _PROGRESS),
-        "prefixed": any(str(key).startswith("module.") for key in _keys(obj)),
+        "prefixed": "n_averaged" not in obj and any(key.startswith("module.") for key in _keys(obj)),
     }
 
 

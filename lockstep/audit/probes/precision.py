@@ -32,7 +32,7 @@ class Precision:
 
     def autocast(self, original: Function) -> Function:
         def __enter__(region: Any) -> Any:
-            if not torch.compiler.is_compiling() and region._enabled:
+            if not torch.compiler.is_compiling() and region._enabled and torch.is_grad_enabled():
                 dtype = str(getattr(region, "asked_dtype", region.fast_dtype)).removeprefix("torch.")
                 if dtype not in self.dtypes and not self.recorder.is_hidden:
                     self.dtypes.add(dtype)

@@ -43,6 +43,23 @@ def install(context: Context, patches: Patches) -> None:
     patches.when_imported(joining, lambda join: patches.wrap(join.Join, "__enter__", probe.joining))
 
 
+class Hook:
+    """A hook that stays with its module: a copy of the module, or one that was saved and loaded, has an idle one."""
+
+    def __init__(self, act: Function):
+        self.act = act
+
+    def __call__(self, *args: Any) -> Any:
+        return self.act(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
 class Training:
     """State of the probes of one rank's training."""
 
@@ -56,8 +73,8 @@ class Training:
         self.kept: dict[int, bool] = {}
         """Whether the gradients of each optimizer's last step are still there."""
         self.counts: dict[int, int] = {}
-        self.waiting: set[str] | None = None
-        """Trainable parameters that never had a gradient yet."""
+        self.waiting: set[str] = set()
+        """Parameters of optimizers that stepped which never had a gradient yet."""
         self.unowned: set[str] = set()
         self.ran: set[int] = set()
         """Modules that ran forward while training, and their parameters."""
@@ -81,7 +98,7 @@ class Training:
                 sends_buffers=wrapper.broadcast_buffers,
                 device_ids=kwargs.get("device_ids", args[0] if args else None),
             )
-            hook = module.register_forward_pre_hook(lambda m, _: self._entered(m, number))
+            hook = module.register_forward_pre_hook(Hook(lambda m, _: self._entered(m, number)))
             self.patches.later(hook.remove)
             if wrapper.find_unused_parameters:
                 self._watch_use(module, number)
@@ -151,7 +168,9 @@ class Training:
             self.around += 1
             self.recorder.write("around", ddp=number)
         n = self.forwards[number] = self.forwards.get(number, 0) + 1
-        if worth_a_look(n):
+        wrapper = self.context.wrappers[number]
+        sends = not wrapper.broadcast_buffers or wrapper.require_forward_param_sync
+        if worth_a_look(n) and sends:
             buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point() and b.numel()}
             norms = _local_norms(module)
             self.recorder.write("buffers", ddp=number, n=n, sums=self.context.sums(buffers), local_norms=norms)
@@ -183,13 +202,13 @@ class Training:
             if learning:
                 given = [(f"input {n} of the model", t) for n, t in enumerate(inputs)]
                 given += [(f"tensor {n} of the batch", t) for n, t in enumerate(self.context.given)]
-                self.versions = [(name, t, t._version) for name, t in given]
+                self.versions = [(name, t, t._version) for name, t in given if not t.is_inference()]
                 if id(module) not in self.ran:
                     self.ran |= {id(module), *(id(p) for p in module.parameters())}
                 self.context.forwards += 1
                 self._inputs(module, inputs)
 
-        self.patches.later(root.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self.patches.later(root.register_forward_pre_hook(Hook(before), with_kwargs=True).remove)
 
     def _unchanged(self) -> None:
         """What went into the forward pass is what it was, before its gradients are computed."""
@@ -203,7 +222,7 @@ class Training:
         if not worth_a_look(n):
             return
         with self.recorder.hide():
-            batch = next((t for t in inputs if t.dim() > 0), None)
+            batch = next((t for t in inputs if not t.is_nested and t.dim() > 0), None)
             seen: dict[str, Any] = {}
             if batch is not None:
                 seen["rows"] = len(batch)
@@ -214,24 +233,24 @@ class Training:
 
     # -- backward ---------------------------------------------------------------------------------------------------
     def backward(self, original: Function) -> Function:
-        def backward(losses: Any, *args: Any, **kwargs: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self.context.hidden:
-                return original(losses, *args, **kwargs)
+                return original(tensors, *args, **kwargs)
             self.context.roots()
             self._unchanged()
             self._cleared()
             number = self.context.backwards = self.context.backwards + 1
-            loss = losses if isinstance(losses, Tensor) else next(iter(losses))
+            loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
             scaled = _is_scaled(loss, self.context.scaler_at_work)
             self.context.scaler_at_work = False
             self.recorder.write("backward", phase="in", n=number, scaled=scaled)
+            for key in self.since:  # before: an optimizer may step in the hooks of the backward pass
+                self.since[key] += 1
             try:
-                result = original(losses, *args, **kwargs)
+                result = original(tensors, *args, **kwargs)
             except BaseException as error:
                 self.recorder.write("backward", phase="failed", n=number, why=str(error)[:500])
                 raise
-            for key in self.since:
-                self.since[key] += 1
             self.recorder.write("backward", phase="out", n=number)
             return result
 
@@ -315,11 +334,11 @@ class Training:
         """Which parameters have no gradient yet, and which have one that no optimizer uses."""
         seen: dict[str, Any] = {}
         own = {id(p) for o in self.context.optimizers for g in o.param_groups for p in g["params"]}
-        if self.waiting is None:
-            roots = [m for m in self.context.roots() if any(id(p) in own for p in m.parameters())]
-            trainable = {id(p) for m in roots for p in m.parameters() if p.requires_grad}
-            self.waiting = {name for name, p in self.context.parameters() if id(p) in trainable}
+        if n == 1:
             mine = [p for g in optimizer.param_groups for p in g["params"]]
+            known = {id(p) for _, p in self.context.parameters()}
+            self.waiting |= {self.context.name(p) for p in mine if p.requires_grad and id(p) in known}
+            seen["devices"] = sorted({str(p.device) for p in mine})
             seen["half"] = any(p.dtype == torch.float16 for p in mine)
             if mine and all(p.grad is None for p in mine):
                 seen["idle"] = True
@@ -381,7 +400,8 @@ def row_hashes(batch: list[Tensor]) -> list[int]:
     """A number for each sample of a batch that depends on its bits and their places."""
     total: Tensor | None = None
     for tensor in batch:
-        if tensor.dim() == 0 or (total is not None and len(tensor) != len(total)) or tensor.is_complex():
+        unlike = total is not None and len(tensor) != len(total) if tensor.dim() else True
+        if unlike or tensor.numel() == 0 or tensor.is_complex() or tensor.layout != torch.strided or tensor.is_nested:
             continue
         flat = tensor.detach().reshape(len(tensor), -1)
         flat = flat[:, :: max(1, flat.shape[1] // _LOOK)]
