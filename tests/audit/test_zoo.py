@@ -8,9 +8,17 @@ from audit.zoo import SCRIPTS, expected, found
 from lockstep.audit.catalog import KINDS
 
 
+def chosen() -> list[Path]:
+    """One script with each finding, one without of each topic, and all that only look suspicious; `make zoo` has all."""
+    bugs = {name: s for s in reversed(SCRIPTS) for name in expected(s)[0]}
+    clean = {s.parent: s for s in reversed(SCRIPTS) if not expected(s)[0]}
+    traps = [s for s in SCRIPTS if "Looks suspicious" in s.read_text()]
+    return sorted({*bugs.values(), *clean.values(), *traps})
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: f"{s.parent.name}/{s.stem}")
+@pytest.mark.parametrize("script", chosen(), ids=lambda s: f"{s.parent.name}/{s.stem}")
 def test_the_audit_finds_what_is_wrong_and_nothing_else(script: Path) -> None:
     must, may = expected(script)
     names = set(found(script))

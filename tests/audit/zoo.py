@@ -29,30 +29,36 @@ def expected(script: Path) -> tuple[set[str], set[str]]:
     return words["finds"], words["also"]
 
 
-def found(script: Path, timeout: float = 120) -> list[str]:
+def found(script: Path) -> list[str]:
     """The names of the audit's findings, each script in a folder of its own."""
-    mine, theirs = _server.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        process = _server.Process(target=_audit, args=(str(script), folder, theirs))
-        process.start()
-        theirs.close()
-        try:
-            return mine.recv() if mine.poll(timeout) else ["(no answer in time)"]
-        except EOFError:
-            return ["(the audit itself failed)"]
-        finally:
-            process.kill()
-            process.join()
+        return audited([str(script)], folder)
 
 
-def _audit(script: str, folder: str, answer: Connection) -> None:
+def audited(words: list[str], folder: str, timeout: float = 120, **variables: str) -> list[str]:
+    """The names of what the audit finds in a script that runs in `folder`."""
+    mine, theirs = _server.Pipe(duplex=False)
+    process = _server.Process(target=_audit, args=(words, folder, variables, theirs))
+    process.start()
+    theirs.close()
+    try:
+        return mine.recv() if mine.poll(timeout) else ["(no answer in time)"]
+    except EOFError:
+        return ["(the audit itself failed)"]
+    finally:
+        process.kill()
+        process.join()
+
+
+def _audit(words: list[str], folder: str, variables: dict[str, str], answer: Connection) -> None:
     os.chdir(folder)
     multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
-    os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline")
+    os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline", **variables)
     from lockstep.audit.command import Audit, examine
 
-    verdict = examine([script], Audit(steps=0, patience=4))
-    answer.send([f.kind.name for f in verdict.findings])
+    verdict = examine(words, Audit(steps=0, patience=4))
+    steps = [len(rank.steps) for rank in verdict.trace.ranks]
+    answer.send([f.kind.name for f in verdict.findings] if any(steps) or verdict.findings else ["(no steps)"])
 
 
 def main(words: list[str]) -> int:
