@@ -9,7 +9,7 @@ from lockstep.audit.catalog import KINDS
 
 
 def chosen() -> list[Path]:
-    """One script with each finding, one without of each topic, and all that only look suspicious; `make zoo` has all."""
+    """One script with each finding, one without of each topic, and all that only look suspicious. `make zoo`: all."""
     bugs = {name: s for s in reversed(SCRIPTS) for name in expected(s)[0]}
     clean = {s.parent: s for s in reversed(SCRIPTS) if not expected(s)[0]}
     traps = [s for s in SCRIPTS if "Looks suspicious" in s.read_text()]
