@@ -14,6 +14,8 @@ import tiny
 
 from multi.ranks import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TINY = f"{tiny.__file__}:Tiny"

@@ -7,6 +7,8 @@ import pytest
 
 from multi.test_launch import ROOT, run
 
+pytestmark = pytest.mark.slow
+
 README = (ROOT / "README.md").read_text()
 
 
