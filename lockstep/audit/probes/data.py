@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ..trace import site
 from .context import Context
 from .patch import Function, Patches
-from .training import row_hashes, tensors
+from .tensors import row_hashes, tensors
 
 _FETCHES = 4
 
