@@ -192,7 +192,7 @@ class Curves(Tracker):
             for name, value in line.items():
                 if name not in self.aside and value is not None:
                     series.setdefault(name, []).append((line["step"], value))
-        if not series:
+        if all(len(points) < 2 for points in series.values()):  # of a point there is no curve
             return
         from matplotlib.figure import Figure  # not pyplot: no window system is asked for
 

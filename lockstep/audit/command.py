@@ -13,7 +13,7 @@ from .catalog import Finding
 from .judge import judge
 from .rank import Order
 from .ranks import watch_ranks
-from .trace import Trace
+from .trace import Trace, claim
 
 
 @dataclass
@@ -74,6 +74,8 @@ def audit(words: list[str]) -> int:
 def examine(script: list[str], options: Audit) -> Verdict:
     """Run the script and judge what its ranks did."""
     _check(script)
+    if script[0] == "-m":
+        claim(script[1])
     order, notes = _order(script, options)
     trace, printed = watch_ranks(order, options.patience, options.limit)
     if _scales_by_world(trace, script) and order.nproc > 1:
@@ -117,11 +119,15 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
         )
     if order.mapped and rank.of("device") and any((r.first("end") or {}).get("how") == "crash" for r in trace.ranks):
         remarks.append("the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda")
+    blind = {r["probe"]: r["why"] for _, r in trace.all("blind")}
+    remarks += [f"a probe failed, and what it looks at was not seen ({name}: {why})" for name, why in blind.items()]
     if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
         remarks.append("sharded parameters are each rank's own: their weights were not compared")
     spawn = rank.first("spawn")
     if spawn and spawn["nprocs"] != trace.world:
         remarks.append(f"the script would start {spawn['nprocs']} processes itself; it was watched on {trace.world}")
+    if any(r["workers"] and r["start"] not in (None, "fork") for r in rank.of("loader")):
+        remarks.append("loader workers that are not forked carry no probes: what they draw at random was not seen")
     if not rank.of("loader"):
         remarks.append("no DataLoader was used: which samples a rank saw is known only from the model's inputs")
     return remarks

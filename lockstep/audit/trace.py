@@ -4,6 +4,7 @@ A record is one JSON object: `kind`, `t` (seconds), `at` (file, line of the user
 Ranks write to files of their own and never talk to each other: the script's process group stays its own.
 """
 
+import importlib.machinery
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ _LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, sysconfig.get_paths()["p
 SHARING = "lockstep-audit-rank-"
 """NCCL_HOSTID of ranks that the audit puts on one GPU begins so."""
 _foreign: dict[str, bool] = {}
+_own: set[str] = set()
 
 
 class Site(NamedTuple):
@@ -40,8 +42,18 @@ class Site(NamedTuple):
 def foreign(file: str) -> bool:
     """Whether code in `file` is a library's and not the user's."""
     if file not in _foreign:
-        _foreign[file] = file.startswith(("<", *_LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file
+        library = file.startswith(("<", *_LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file
+        _foreign[file] = library and (file.startswith(OURS) or not file.startswith(tuple(_own)))
     return _foreign[file]
+
+
+def claim(package: str) -> None:
+    """Take an installed package for the user's: it is what is audited."""
+    spec = importlib.machinery.PathFinder.find_spec(package.partition(".")[0], [str(Path.cwd()), *sys.path])
+    if spec is not None:
+        folders = [str(Path(place)) + os.sep for place in spec.submodule_search_locations or ()]
+        _own.update(folders or [spec.origin or "?"])
+        _foreign.clear()
 
 
 def site(depth: int = 2) -> Site | None:

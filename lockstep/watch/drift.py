@@ -1,16 +1,47 @@
 """Replicas hold the same weights, to the bit: compared by a checksum of every tensor."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_SMALL = {"cpu": 1 << 13}
+_TOGETHER = 1 << 26
+"""Up to how many elements a tensor is summed with others of its shape, and how many of them at once, by device: a call
+costs more than a copy, of which a processor notices the first few thousand elements and a GPU the first million."""
+
+
 @torch.no_grad()
 def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
     """The sum of each tensor's bits, read as integers: one pass over the weights, one wait for the device."""
-    sums = [t.view(_INTEGER[t.element_size()]).sum(dtype=torch.int64) for t in tensors.values()]
-    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
+    alike: dict[Any, list[str]] = {}
+    for name, t in tensors.items():
+        small = t.numel() <= _SMALL.get(t.device.type, 1 << 20)
+        alike.setdefault((t.shape, t.dtype, t.device) if small else name, []).append(name)
+    names = [part for group in alike.values() for part in _parts(group, tensors[group[0]].numel())]
+    sums = [_sums([tensors[name].detach() for name in part]) for part in names]
+    found = torch.cat([s.to(sums[0].device) for s in sums]).tolist() if sums else []
+    by_name = dict(zip((name for part in names for name in part), found, strict=True))
+    return {name: by_name[name] for name in tensors}
+
+
+def _parts(names: list[str], size: int) -> Iterator[list[str]]:
+    step = max(1, _TOGETHER // max(1, size))
+    return (names[i : i + step] for i in range(0, len(names), step))
+
+
+def _sums(group: list[Tensor]) -> Tensor:
+    whole = group[0].contiguous().unsqueeze(0) if len(group) == 1 else torch.stack(group)
+    rows, width = whole.reshape(len(group), -1), whole.element_size()
+    if rows.shape[1] * width % 8:
+        return rows.view(_INTEGER[width]).sum(1, dtype=torch.int64)
+    if rows.storage_offset() * width % 8:
+        rows = rows.clone()
+    return rows.view(torch.int64).sum(1)  # eight bytes at a time: on a processor ten times as fast
 
 
 def differing(ranks: list[dict[str, int]]) -> tuple[str, int, int] | None:

@@ -150,3 +150,16 @@ def test_a_module_with_flags_and_a_script_of_one_rank(tmp_path: Path) -> None:
     words = ["lockstep", "audit", "--nproc", "1", "--json", "a.json", "--", "-m", "mine", "--lr", "1"]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert [f["name"] for f in json.loads((tmp_path / "a.json").read_text())["findings"]] == ["no-steps"], done.stdout
+
+
+@pytest.mark.slow
+def test_an_installed_module_is_the_users_too(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "bought"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(textwrap.dedent(TRAIN.replace("model(a)", "model.module(a)")))
+    words = ["lockstep", "audit", "--json", "a.json", "--", "-m", "bought.train"]
+    there = environment() | {"PYTHONPATH": str(package.parent)}
+    done = subprocess.run(words, cwd=tmp_path, env=there, capture_output=True, text=True, check=False)
+    (found,) = json.loads((tmp_path / "a.json").read_text())["findings"]
+    assert found["name"] == "unsynchronised" and found["file"] == str(package / "train.py"), done.stdout

@@ -1,6 +1,7 @@
 """The audit inside a script and inside a test."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lockstep.audit import assert_in_lockstep, watch
+from lockstep.audit import assert_in_lockstep, probes, watch
+from lockstep.audit.command import _remarks
+from lockstep.audit.rank import Order
+from lockstep.audit.trace import Recorder, Trace, read
 from lockstep.distributed import World
 from lockstep.watch import OutOfLockstep
 
@@ -61,6 +65,24 @@ def test_all_ranks_hear_what_is_wrong(ranks: Callable[[int], Ranks]) -> None:
         assert names == ["unsynchronised"] and "goes around DDP" in message and same
     for names, message, _ in ranks(2)(watched, False, False):
         assert names == ["unsynchronised"] and not message
+
+
+def test_a_probe_that_fails_does_not_end_what_it_watches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("lockstep.audit.probes.training.row_hashes", lambda batch: 1 / 0)
+    recorder = Recorder(tmp_path, 0)
+    patches = probes.install(recorder)
+    try:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    finally:
+        patches.undo()
+    trace = Trace(read(tmp_path, 1, [0]))
+    assert len(trace.ranks[0].steps) == 1
+    (blind,) = trace.ranks[0].of("blind")
+    assert blind["probe"] == "Training._inputs" and "division by zero" in blind["why"]
+    assert any("Training._inputs: ZeroDivisionError" in remark for remark in _remarks(trace, Order(["train.py"], 1)))
 
 
 def sound() -> None:

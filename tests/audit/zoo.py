@@ -1,23 +1,28 @@
 """The zoo: small scripts with one silent bug each, and scripts without.
 
-`python tests/audit/zoo.py [words]` audits all, or those whose path holds one of the words, and prints the table.
+`python tests/audit/zoo.py [words]` audits all, or those whose path holds one of the words, and prints the table. With
+`--device cuda` on one GPU, its ranks over NCCL.
 """
 
+import argparse
 import multiprocessing
 import os
 import re
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from processes import SERVER
 
 ZOO = Path(__file__).parent / "zoo"
 SCRIPTS = sorted(p for p in ZOO.glob("*/*.py") if p.name.startswith(("bug_", "ok_")))
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
-    ["lockstep.audit.command", "torch._dynamo", "torch.distributed.fsdp"]
-)  # once, not once a script
 
 
 def expected(script: Path) -> tuple[set[str], set[str]]:
@@ -29,16 +34,16 @@ def expected(script: Path) -> tuple[set[str], set[str]]:
     return words["finds"], words["also"]
 
 
-def found(script: Path) -> list[str]:
+def found(script: Path, device: str = "cpu") -> list[str]:
     """The names of the audit's findings, each script in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        return audited([str(script)], folder)
+        return audited([str(script)], folder, device=device)
 
 
-def audited(words: list[str], folder: str, timeout: float = 120, **variables: str) -> list[str]:
+def audited(words: list[str], folder: str, timeout: float = 120, device: str = "cpu", **variables: str) -> list[str]:
     """The names of what the audit finds in a script that runs in `folder`."""
-    mine, theirs = _server.Pipe(duplex=False)
-    process = _server.Process(target=_audit, args=(words, folder, variables, theirs))
+    mine, theirs = SERVER.Pipe(duplex=False)
+    process = SERVER.Process(target=_audit, args=(words, folder, device, variables, theirs))
     process.start()
     theirs.close()
     try:
@@ -50,21 +55,29 @@ def audited(words: list[str], folder: str, timeout: float = 120, **variables: st
         process.join()
 
 
-def _audit(words: list[str], folder: str, variables: dict[str, str], answer: Connection) -> None:
+def _audit(words: list[str], folder: str, device: Any, variables: dict[str, str], answer: Connection) -> None:
     os.chdir(folder)
     multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
     os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline", **variables)
     from lockstep.audit.command import Audit, examine
 
-    verdict = examine(words, Audit(steps=0, patience=4))
+    verdict = examine(words, Audit(steps=0, patience=4 if device == "cpu" else 15, device=device))
     steps = [len(rank.steps) for rank in verdict.trace.ranks]
     answer.send([f.kind.name for f in verdict.findings] if any(steps) or verdict.findings else ["(no steps)"])
 
 
-def main(words: list[str]) -> int:
-    chosen = [s for s in SCRIPTS if not words or any(w in str(s) for w in words)]
-    with ThreadPoolExecutor(2) as pool:
-        results = dict(zip(chosen, pool.map(found, chosen), strict=True))
+def main() -> int:
+    parser = argparse.ArgumentParser(description="what the audit finds in scripts with bugs and without")
+    parser.add_argument("words", nargs="*", help="scripts whose path holds one of these; all, if there are none")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--jobs", type=int, default=2, help="scripts at a time")
+    asked = parser.parse_args()
+    chosen = [s for s in SCRIPTS if not asked.words or any(w in str(s) for w in asked.words)]
+    if asked.device == "cuda" and torch.cuda.device_count() < 2:
+        print("17_devices needs a GPU for each rank, or --device cpu: left out")
+        chosen = [s for s in chosen if s.parent.name != "17_devices"]
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        results = dict(zip(chosen, pool.map(partial(found, device=asked.device), chosen), strict=True))
     detected = missed = silent = alarms = 0
     for script, names in results.items():
         must, may = expected(script)
@@ -82,4 +95,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

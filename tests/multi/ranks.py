@@ -6,7 +6,6 @@ ranks(3)(work, 7) -> [result of rank 0, of rank 1, of rank 2]
 
 import gc
 import importlib
-import multiprocessing
 import os
 import socket
 import sys
@@ -15,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from processes import SERVER
 
 
 def free_port() -> int:
@@ -50,14 +51,13 @@ class Ranks:
     """A world of processes that wait for work."""
 
     def __init__(self, size: int):
-        context = multiprocessing.get_context("spawn")
         self.size, port = size, free_port()
         sys.path.insert(0, str(Path(__file__).parents[1]))
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            ours, theirs = SERVER.Pipe()
+            process = SERVER.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)

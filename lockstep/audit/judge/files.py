@@ -37,7 +37,8 @@ def _in_place(rank: Rank) -> Iterator[Finding]:
 
 def _resume(trace: Trace) -> Iterator[Finding]:
     rank = trace.ranks[0]
-    load = next((r for r in rank.of("load") if r["progress"]), None)
+    asked = {r["path"] for r in rank.of("resume")}  # for how far training was: else weights to start from, no resume
+    load = next((r for r in rank.of("load") if r["path"] in asked), None)
     if load is None:
         return
     end = rank.first("end")

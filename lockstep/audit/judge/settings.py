@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
 
 from ..catalog import Finding, finding
 from ..trace import SHARING, Rank, Site, Trace, where
@@ -98,11 +100,11 @@ def _loading(rank: Rank) -> Iterator[Finding]:
     loader = next((r for r in rank.of("loader") if r["workers"] == 0), None)
     if loader is None or len(steps) < 4:
         return
-    wall = steps[-1]["t"] - steps[0]["t"]
-    loading = sum(s["loading"] for s in steps[1:])
-    if loading > 0.5 * wall and loading / (len(steps) - 1) > 0.01:
-        what = f"{100 * loading / wall:.0f} % of the time goes into loading, in the training process itself"
-        yield finding("starved", what, where(loader), f"{1000 * loading / (len(steps) - 1):.0f} ms a step")
+    wall = median(b["t"] - a["t"] for a, b in pairwise(steps))  # one step that the machine held up proves nothing
+    loading = median(s["loading"] for s in steps[1:])
+    if loading > max(0.5 * wall, 0.01):
+        what = f"{100 * loading / wall:.0f} % of a step goes into loading, in the training process itself"
+        yield finding("starved", what, where(loader), f"{1000 * loading:.0f} ms of {1000 * wall:.0f} ms")
 
 
 def _environment(rank: Rank) -> Iterator[Finding]:

@@ -50,7 +50,7 @@ def _steps(records: list[Record]) -> tuple[list[_Step], int]:
         if kind == "backward" and record["phase"] == "in":
             now.backwards.append(record)
             now.passes.append(last)
-        elif kind == "forward" and record["phase"] == "out" and record["learning"]:
+        elif kind == "forward" and record["phase"] == "out" and record["learning"] and record["syncs"] is not None:
             now.syncs.append(record["syncs"])
         elif kind == "batch":
             batches, last = batches + 1, (record["n"], record["epoch"])

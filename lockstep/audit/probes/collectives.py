@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..trace import foreign
-from .context import Context
+from .context import Context, careful
 from .patch import Function, Patches
 
 SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
@@ -45,7 +45,7 @@ def _watched(context: Context, name: str, original: Function) -> Function:
             return original(*args, **kwargs)
         number = context.collectives = context.collectives + 1
         library = foreign(sys._getframe(1).f_code.co_filename)
-        seen = _signature(name, args, kwargs)
+        seen = _signature(context, name, args, kwargs) or {"group": None}
         context.recorder.write("collective", phase="in", op=name, n=number, by_library=library, **seen)
         try:
             with context.recorder.hide():
@@ -59,7 +59,8 @@ def _watched(context: Context, name: str, original: Function) -> Function:
     return collective
 
 
-def _signature(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+@careful
+def _signature(context: Context, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
     group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
     seen: dict[str, Any] = {"group": None}

@@ -1,12 +1,13 @@
 """What the probes of one rank know together: where in the step the script is, and which tensors have which name."""
 
+import functools
 import gc
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,24 @@ from ...watch.drift import checksums
 from ..trace import Recorder
 
 _ALWAYS = 4
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def careful(look: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """A look that fails must not end the script: the record says so, and nothing was seen. For functions whose first
+    argument holds the recorder."""
+
+    @functools.wraps(look)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        try:
+            return look(*args, **kwargs)
+        except Exception as error:
+            recorder: Recorder = args[0].recorder  # type: ignore[attr-defined]
+            recorder.write("blind", probe=look.__qualname__, why=f"{type(error).__name__}: {error}"[:300])
+            return None
+
+    return guarded
 
 
 def worth_a_look(n: int) -> bool:
@@ -60,9 +79,13 @@ class Context:
 
     def roots(self) -> list[nn.Module]:
         """Modules that are no part of another and have parameters, found among all objects."""
-        if self._known == len(self.optimizers) + len(self.wrappers):
-            return self._roots
-        self._known = len(self.optimizers) + len(self.wrappers)
+        if self._known != len(self.optimizers) + len(self.wrappers):
+            self._known = len(self.optimizers) + len(self.wrappers)
+            self._search()
+        return self._roots
+
+    @careful
+    def _search(self) -> None:
         with self.recorder.hide():
             modules = [m for m in gc.get_objects() if _is_module(m)]
             parts = {id(child) for m in modules for child in m.children()}
@@ -73,7 +96,6 @@ class Context:
         for module in new:
             for act in self.on_root:
                 act(module)
-        return self._roots
 
     def _christen(self, modules: list[nn.Module]) -> None:
         """A name for each parameter, that it keeps, and that no other has."""

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..trace import site
-from .context import Context
+from ..trace import Site, site
+from .context import Context, careful
 from .patch import Function, Patches
 from .tensors import row_hashes, tensors
 
@@ -58,11 +58,15 @@ class Data:
             finally:
                 self.context.in_loader -= 1
                 self.context.timed(start)
-            iterator._lockstep = _Pass(number, epoch, *_root(loader.dataset))
-            self.recorder.write("loader", at, n=number, epoch=epoch, **self._describe(loader))
+            self._begun(loader, iterator, number, epoch, at)
             return iterator
 
         return __iter__
+
+    @careful
+    def _begun(self, loader: DataLoader[Any], iterator: Any, number: int, epoch: int, at: Site | None) -> None:
+        self.recorder.write("loader", at, n=number, epoch=epoch, **self._describe(loader))
+        iterator._lockstep = _Pass(number, epoch, *_root(loader.dataset))
 
     def _describe(self, loader: DataLoader[Any]) -> dict[str, Any]:
         root, places = _root(loader.dataset)
@@ -76,6 +80,7 @@ class Data:
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             "batches": _length(loader),
             "workers": loader.num_workers,
+            "start": _start_method(loader),
             "sampler": type(loader.sampler).__name__ if hasattr(loader, "sampler") else None,
             "drops": bool(loader.drop_last),
         }
@@ -116,6 +121,7 @@ class Data:
 
         return __next__
 
+    @careful
     def _given(self, iterator: Any, passing: "_Pass", batch: Any) -> None:
         index = passing.drawn.popleft() if passing.drawn else None
         index = _numbers(index)
@@ -181,6 +187,11 @@ def _numbers(index: Any) -> list[int] | None:
         return [operator.index(i) for i in (index if isinstance(index, (list, tuple)) else [index])]
     except TypeError:
         return None
+
+
+def _start_method(loader: DataLoader[Any]) -> str:
+    context = loader.multiprocessing_context or torch.multiprocessing
+    return str(context.get_start_method())
 
 
 def _length(thing: Any) -> int | None:

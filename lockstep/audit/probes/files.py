@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..trace import site
-from .context import Context
+from .context import Context, careful
 from .patch import Function, Patches
 
 _PROGRESS = ("epoch", "step", "iteration", "global_step", "start_epoch")
@@ -42,23 +42,32 @@ class Files:
     def save(self, original: Function) -> Function:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.context.hidden and isinstance(f, (str, os.PathLike)):
-                path = str(Path(f).absolute())
-                seen = {"path": path, "existed": Path(path).exists(), "keys": _keys(obj)[:5], **_contents(obj)}
-                self.recorder.write("save", **seen)
+                self._saved(obj, Path(f).absolute())
             with self.recorder.hide():
                 return original(obj, f, *args, **kwargs)
 
         return save
+
+    @careful
+    def _saved(self, obj: Any, path: Path) -> None:
+        seen = {"path": str(path), "existed": path.exists(), "keys": _keys(obj)[:5], **_contents(obj)}
+        self.recorder.write("save", **seen)
 
     def load(self, original: Function) -> Function:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
             with self.recorder.hide():
                 result = original(f, *args, **kwargs)
             if not self.context.hidden and isinstance(f, (str, os.PathLike)):
-                self.recorder.write("load", path=str(Path(f).absolute()), **_contents(result))
+                return self._loaded(result, Path(f).absolute()) or result
             return result
 
         return load
+
+    @careful
+    def _loaded(self, obj: Any, path: Path) -> Any:
+        self.recorder.write("load", path=str(path), **_contents(obj))
+        progress = type(obj) is dict and any(key in obj for key in _PROGRESS)
+        return _Opened(obj, lambda: self.recorder.write("resume", path=str(path))) if progress else obj
 
     def move(self, original: Function) -> Function:
         def move(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,16 +100,17 @@ class Files:
     def tensorboard(self, module: ModuleType, patches: Patches) -> None:
         def watched(original: Function) -> Function:
             def add_scalar(writer: Any, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> Any:
-                with self.recorder.hide():
-                    step = kwargs.get("global_step", args[0] if args else None)
-                    self.recorder.write(
-                        "scalar", tag=tag, value=float(scalar_value), step=step, folder=writer.get_logdir()
-                    )
+                self._logged(writer, tag, scalar_value, kwargs.get("global_step", args[0] if args else None))
                 return original(writer, tag, scalar_value, *args, **kwargs)
 
             return add_scalar
 
         patches.wrap(module.SummaryWriter, "add_scalar", watched)
+
+    @careful
+    def _logged(self, writer: Any, tag: str, value: Any, step: Any) -> None:
+        with self.recorder.hide():
+            self.recorder.write("scalar", tag=tag, value=float(value), step=step, folder=writer.get_logdir())
 
     def setting(self, original: Function) -> Function:
         def __setitem__(environment: Any, name: str, value: str) -> None:
@@ -112,14 +122,40 @@ class Files:
         return __setitem__
 
 
+class _Opened(dict[Any, Any]):
+    """A checkpoint that tells when it is asked how far training was. What is made of it is a plain dict."""
+
+    def __init__(self, content: dict[Any, Any], tell: Function):
+        super().__init__(content)
+        self._tell = tell
+
+    def __getitem__(self, key: Any) -> Any:
+        self._asked(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._asked(key)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._asked(key)
+        return super().pop(key, *default)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def _asked(self, key: Any) -> None:
+        if key in _PROGRESS and key in self:
+            self._tell()
+
+
 def _contents(obj: Any) -> dict[str, Any]:
-    """Whether a checkpoint holds an optimizer's state and says how far training was."""
+    """Whether a checkpoint holds an optimizer's state, and weights with the prefix of a wrapper."""
     if not isinstance(obj, dict):
-        return {"optimizer": False, "progress": False, "prefixed": False}
+        return {"optimizer": False, "prefixed": False}
     states = [v for v in obj.values() if isinstance(v, dict)]
     return {
         "optimizer": any({"state", "param_groups"} <= set(s) for s in states),
-        "progress": any(key in obj for key in _PROGRESS),
         "prefixed": "n_averaged" not in obj and any(key.startswith("module.") for key in _keys(obj)),
     }
 

@@ -53,6 +53,23 @@ class Patches:
             self._undo.pop()()
 
 
+class Hook:
+    """A hook that stays with its module: a copy of the module, or one that was saved and loaded, has an idle one."""
+
+    def __init__(self, act: Function):
+        self.act = act
+
+    def __call__(self, *args: Any) -> Any:
+        return self.act(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, act: Callable[[ModuleType], None]):
         self.name, self.act = name, act

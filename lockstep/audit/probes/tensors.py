@@ -1,6 +1,7 @@
 """The tensors in what a script passes around, and numbers that tell samples apart."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,16 +26,22 @@ def tensors(thing: Any) -> Iterator[Tensor]:
 @torch.no_grad()
 def row_hashes(batch: list[Tensor]) -> list[int]:
     """A number for each sample of a batch that depends on its bits and their places."""
-    total: Tensor | None = None
-    for tensor in batch:
-        unlike = total is not None and len(tensor) != len(total) if tensor.dim() else True
-        if unlike or tensor.numel() == 0 or tensor.is_complex() or tensor.layout != torch.strided or tensor.is_nested:
+    columns: list[Tensor] = []
+    for t in batch:
+        unknown = t.is_nested or t.layout != torch.strided or t.is_complex()
+        if unknown or t.dim() == 0 or t.numel() == 0:
             continue
-        flat = tensor.detach().reshape(len(tensor), -1)
-        flat = flat[:, :: max(1, flat.shape[1] // _LOOK)]
-        bits = flat.to(torch.float64).contiguous().view(torch.int64)
-        places = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 0x9E3779B97F4A7C1 | 1
-        mixed = (bits ^ (bits >> 29)) * places
-        row = (mixed ^ (mixed >> 32)).sum(1)
-        total = row if total is None else total * 1000003 + row
-    return [] if total is None else total.tolist()
+        if columns and (len(t) != len(columns[0]) or t.device != columns[0].device):
+            continue
+        flat = t.detach().reshape(len(t), -1)
+        columns.append(flat[:, :: max(1, flat.shape[1] // _LOOK)].to(torch.float64))
+    if not columns:
+        return []
+    bits = torch.cat(columns, 1).view(torch.int64)
+    mixed = (bits ^ (bits >> 29)) * _places(bits.shape[1], bits.device)
+    return (mixed ^ (mixed >> 32)).sum(1).tolist()
+
+
+@cache
+def _places(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, count + 1, device=device) * 0x9E3779B97F4A7C1 | 1

@@ -134,7 +134,7 @@ class VisionRecipe(Recipe):
         # The real Fashion-MNIST, as Debian installs it: apt-get install dataset-fashion-mnist.
         "fashion": {
             "model": "resnet18",
-            "width": 32,
+            "width": 64,
             "stem": "pooled",
             "data_path": "/usr/share/datasets/fashion-mnist",
             "val_fraction": 0.05,
