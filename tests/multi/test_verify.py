@@ -40,7 +40,7 @@ def test_randomness_of_a_ranks_own_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dit_is_equal_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    done = run(["lockstep", "verify", "dit", "--worlds", "1,2", "--steps", "10"], tmp_path)
+    done = run(["lockstep", "verify", "dit", "--worlds", "1,2", "--steps", "4"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

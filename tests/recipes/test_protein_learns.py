@@ -50,11 +50,11 @@ def majority() -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_run_is_far_above_the_majority_classes(tmp_path: Path) -> None:
-    train(tmp_path / "run", "--n_steps", "160", "--eval_every", "0", "--save_every", "0")
+    train(tmp_path / "run", "--n_steps", "100", "--eval_every", "0", "--save_every", "0")
     fragment, residue = majority()
     assert fragment < 0.5 and residue < 0.15
-    assert logged(tmp_path / "run", "val/fragment_accuracy")[-1] > fragment + 0.3
-    assert logged(tmp_path / "run", "val/backbone_residue_accuracy")[-1] > residue + 0.4
+    assert logged(tmp_path / "run", "val/fragment_accuracy")[-1] > fragment + 0.2
+    assert logged(tmp_path / "run", "val/backbone_residue_accuracy")[-1] > residue + 0.25
     assert logged(tmp_path / "run", "val/torsion_error")[-1] < 30  # a guess at random is 86 degrees off
 
 

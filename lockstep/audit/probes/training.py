@@ -47,6 +47,8 @@ class Training:
         self.unowned: set[str] = set()
         self.ran: set[int] = set()
         """Modules that ran forward while training, and their parameters."""
+        self.drops: dict[int, bool] = {}
+        """Whether a module has dropout."""
         self.versions: list[tuple[str, Tensor, int]] = []
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -90,7 +92,9 @@ class Training:
             if batch is not None:
                 seen["rows"] = len(batch)
                 seen["hashes"] = row_hashes([batch])[:256]
-            if any(isinstance(m, _DROPOUT) and m.p > 0 for m in module.modules()):
+            if id(module) not in self.drops:
+                self.drops[id(module)] = any(isinstance(m, _DROPOUT) and m.p > 0 for m in module.modules())
+            if self.drops[id(module)]:
                 seen["generator"] = zlib.crc32(_generator_state(batch))
         self.recorder.write("input", n=n, **seen)
 
