@@ -350,6 +350,7 @@ print(systematic(), "kills at every operation;", at_random(15), "steps over 15 r
 '''
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_good_checkpoint_at_every_moment(tmp_path: Path) -> None:
     memory = Path("/dev/shm")  # a kill, unlike a power cut, does not depend on the disk; flushing there takes no time
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:

@@ -25,6 +25,7 @@ def test_huge_sizes_stay_inside_and_do_not_collide(size: int) -> None:
     assert order.min() >= 0 and order.max() < size and len(np.unique(order)) == len(positions)
 
 
+@pytest.mark.slow
 def test_small_sets_reach_all_orders_evenly() -> None:
     counts = Counter(tuple(Permutation(4, key)(np.arange(4)).tolist()) for key in range(2400))
     assert len(counts) == 24 and min(counts.values()) > 60 and max(counts.values()) < 150

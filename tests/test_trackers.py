@@ -471,6 +471,7 @@ def test_uploads_that_take_too_long_are_left_to_sync(tmp_path: Path, monkeypatch
     assert (tracker.close() or "").startswith("wandb sync ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["tracker.close()", "pass", "raise ValueError('on purpose')"])
 def test_no_process_of_wandb_stays_behind(tmp_path: Path, end: str) -> None:
     script = f"""

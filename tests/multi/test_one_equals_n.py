@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lockstep.distributed import World
 from lockstep.parallel import SyncBatchNorm, share_batch_norm
 
+SLOW, REST = pytest.mark.slow, ("Tiny", "Labelled", "Terms")
 STEPS = ["--n_steps", "50", "--precision", "fp64", "--global_batch_size", "64", "--log_every", "1"]
 
 
@@ -18,7 +19,7 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(((a[n].double() - b[n].double()).norm() / a[n].double().norm().clamp(min=1e-30)).item() for n in a)
 
 
-@pytest.mark.parametrize("recipe", ["Tiny", "Labelled", "WithBatchNorm", "Terms", "Uneven"])
+@pytest.mark.parametrize("recipe", ["WithBatchNorm", "Uneven", *(pytest.param(r, marks=SLOW) for r in REST)])
 def test_weights_and_losses_do_not_depend_on_the_world(ranks, tmp_path: Path, recipe: str) -> None:
     flags = [*STEPS, "--batch_size", "64", "--ema_decay", "0.99"]
     alone = train(World(), recipe, [*flags, "--out", str(tmp_path / "1")])
@@ -35,7 +36,9 @@ def test_weights_and_losses_do_not_depend_on_the_world(ranks, tmp_path: Path, re
         )
 
 
-@pytest.mark.parametrize(("world", "micro", "recipe"), [(1, 5, "Labelled"), (2, 7, "Terms"), (3, 4, "Uneven")])
+@pytest.mark.parametrize(
+    ("world", "micro", "recipe"), [(1, 5, "Labelled"), (2, 7, "Terms"), pytest.param(3, 4, "Uneven", marks=SLOW)]
+)
 def test_accumulation_instead_of_ranks_gives_the_same(
     ranks, tmp_path: Path, world: int, micro: int, recipe: str
 ) -> None:

@@ -193,6 +193,7 @@ def test_a_printed_command_trains(name: str, command: str, folders: dict[str, Pa
         assert any((folder / "log").iterdir())
 
 
+@pytest.mark.slow
 def test_the_scripts_take_ports_and_process_counts_from_the_environment(tmp_path: Path) -> None:
     flags = f"--model DiT-Nano/8 --out {tmp_path}/run"
     done = run(f"bash run_ddp.sh {flags}", ROOT / "examples/dit", NUM_GPUS="3")

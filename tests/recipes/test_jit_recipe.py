@@ -148,6 +148,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
     assert loss.total.item() == pytest.approx(mine.loss(model, batch, rng).total.item(), rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_objective_compiles_as_one_graph() -> None:
     mine, model, indices = recipe(), network(), [1, 2, 3, 4]
     objective = Objective(mine, model, seed=5)

@@ -182,6 +182,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(strategy: str) -> None:
         assert sum(counts) == weights[name]
 
 
+@pytest.mark.slow
 def test_the_objective_compiles_as_one_graph() -> None:
     mine = recipe(backbone_only=0.3, num_encoder_layers=1)
     model, batch, index = network(mine).train(), mine.collate(items(3)), torch.arange(3)

@@ -25,6 +25,7 @@ def logged(folder: Path, name: str) -> list[float]:
     return [x[name] for x in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if name in x]
 
 
+@pytest.mark.slow
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
     """`PYTHONPATH=tests python tests/recipes/test_scribble_learns.py` writes them anew, where a change was meant."""
     assert ten_steps(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)

@@ -155,6 +155,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
         assert total.item() == pytest.approx(plain[name].item(), rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_objective_compiles_as_one_graph() -> None:
     torch.manual_seed(0)
     mine, indices = recipe(), [0, 1]

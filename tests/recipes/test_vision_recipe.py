@@ -203,6 +203,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(model: str) -> None:
     assert sum(loss.weight for loss in alone) == together.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet18", "unet"])
 def test_the_objective_compiles_as_one_graph(model: str) -> None:
     mine, indices = recipe(model=model), [1, 2, 3, 4]
