@@ -119,8 +119,7 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
         )
     if order.mapped and rank.of("device") and any((r.first("end") or {}).get("how") == "crash" for r in trace.ranks):
         remarks.append("the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda")
-    blind = {r["probe"]: r["why"] for _, r in trace.all("blind")}
-    remarks += [f"a probe failed, and what it looks at was not seen ({name}: {why})" for name, why in blind.items()]
+    remarks += [f"a probe failed, and what it looks at was not seen ({failure})" for failure in trace.blind]
     if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
         remarks.append("sharded parameters are each rank's own: their weights were not compared")
     spawn = rank.first("spawn")

@@ -98,6 +98,7 @@ def as_json(verdict: "Verdict") -> str:
             "findings": findings,
             "ranks": ranks,
             "notes": verdict.notes,
+            "blind": verdict.trace.blind,
         },
         indent=2,
     )

@@ -48,12 +48,15 @@ def foreign(file: str) -> bool:
 
 
 def claim(package: str) -> None:
-    """Take an installed package for the user's: it is what is audited."""
+    """Take the installed package of a module for the user's, and no other: it is what is audited."""
+    _own.clear()
+    _foreign.clear()
+    if package.partition(".")[0] == "torch" or package == "lockstep.audit.call":  # they only start what is audited
+        return
     spec = importlib.machinery.PathFinder.find_spec(package.partition(".")[0], [str(Path.cwd()), *sys.path])
     if spec is not None:
         folders = [str(Path(place)) + os.sep for place in spec.submodule_search_locations or ()]
         _own.update(folders or [spec.origin or "?"])
-        _foreign.clear()
 
 
 def site(depth: int = 2) -> Site | None:
@@ -142,6 +145,11 @@ class Trace:
     @property
     def world(self) -> int:
         return len(self.ranks)
+
+    @property
+    def blind(self) -> list[str]:
+        """Probes that failed, and why: what they look at was not seen."""
+        return sorted({f"{r['probe']}: {r['why']}" for _, r in self.all("blind")})
 
     def all(self, kind: str) -> Iterator[tuple[Rank, Record]]:
         for rank in self.ranks:

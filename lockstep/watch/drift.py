@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-_SMALL = {"cpu": 1 << 13}
-_TOGETHER = 1 << 26
-"""Up to how many elements a tensor is summed with others of its shape, and how many of them at once, by device: a call
-costs more than a copy, of which a processor notices the first few thousand elements and a GPU the first million."""
+_SMALL_ON_CPU, _SMALL_ON_GPU = 1 << 13, 1 << 20
+"""Up to so many elements, tensors of one shape are copied together and summed in one call, which costs more."""
+_TOGETHER = 1 << 24
+"""Elements that are copied at a time."""
+_CHUNK = 1 << 18
+"""Words that a processor takes at a time, so that what is made of them stays in its cache."""
 
 
 @torch.no_grad()
 def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """The sum of each tensor's bits, read as integers: one pass over the weights, one wait for the device."""
+    """A sum of each tensor's bits, read as integers: one pass over the weights, one wait for the device."""
     alike: dict[Any, list[str]] = {}
     for name, t in tensors.items():
-        small = t.numel() <= _SMALL.get(t.device.type, 1 << 20)
+        small = t.numel() <= (_SMALL_ON_CPU if t.is_cpu else _SMALL_ON_GPU)
         alike.setdefault((t.shape, t.dtype, t.device) if small else name, []).append(name)
     names = [part for group in alike.values() for part in _parts(group, tensors[group[0]].numel())]
     sums = [_sums([tensors[name].detach() for name in part]) for part in names]
@@ -36,12 +36,18 @@ def _parts(names: list[str], size: int) -> Iterator[list[str]]:
 
 def _sums(group: list[Tensor]) -> Tensor:
     whole = group[0].contiguous().unsqueeze(0) if len(group) == 1 else torch.stack(group)
-    rows, width = whole.reshape(len(group), -1), whole.element_size()
-    if rows.shape[1] * width % 8:
+    rows, width = whole.flatten(1) if whole.dim() > 1 else whole.unsqueeze(1), whole.element_size()
+    if not rows.is_cpu or not rows.numel() or rows.shape[1] * width % 8:
         return rows.view(_INTEGER[width]).sum(1, dtype=torch.int64)
     if rows.storage_offset() * width % 8:
         rows = rows.clone()
-    return rows.view(torch.int64).sum(1)  # eight bytes at a time: on a processor ten times as fast
+    return _sums_of_words(rows.view(torch.int64))
+
+
+def _sums_of_words(rows: Tensor) -> Tensor:
+    """Eight bytes at a time, which on a processor is several times as fast as widening four. A sum of 64-bit words does
+    not hear two top bits that change together; the upper halves, added once more, are far from overflowing."""
+    return sum((c.sum(1) + 1_000_003 * (c >> 32).sum(1) for c in rows.split(_CHUNK, 1)), rows.new_zeros(len(rows)))
 
 
 def differing(ranks: list[dict[str, int]]) -> tuple[str, int, int] | None:

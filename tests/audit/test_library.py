@@ -1,5 +1,7 @@
 """The audit inside a script and inside a test."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lockstep.audit import assert_in_lockstep, probes, watch
 from lockstep.audit.command import _remarks
+from lockstep.audit.judge import judge
 from lockstep.audit.rank import Order
 from lockstep.audit.trace import Recorder, Trace, read
 from lockstep.distributed import World
@@ -67,22 +70,86 @@ def test_all_ranks_hear_what_is_wrong(ranks: Callable[[int], Ranks]) -> None:
         assert names == ["unsynchronised"] and not message
 
 
-def test_a_probe_that_fails_does_not_end_what_it_watches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("lockstep.audit.probes.training.row_hashes", lambda batch: 1 / 0)
+LOOKS = {
+    "training.row_hashes": "Training._inputs",
+    "context.checksums": "Training._sums",
+    "data.row_hashes": "Data._hashes",
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_probe_that_fails_does_not_end_what_it_watches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, look: str
+) -> None:
+    monkeypatch.setattr(f"lockstep.audit.probes.{look}", lambda things: 1 / 0)
     recorder = Recorder(tmp_path, 0)
     patches = probes.install(recorder)
     try:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model(torch.ones(3, 2)).sum().backward()
+        for (x,) in DataLoader(TensorDataset(torch.ones(3, 2)), 3):
+            model(x).sum().backward()
         optimizer.step()
     finally:
         patches.undo()
     trace = Trace(read(tmp_path, 1, [0]))
-    assert len(trace.ranks[0].steps) == 1
-    (blind,) = trace.ranks[0].of("blind")
-    assert blind["probe"] == "Training._inputs" and "division by zero" in blind["why"]
-    assert any("Training._inputs: ZeroDivisionError" in remark for remark in _remarks(trace, Order(["train.py"], 1)))
+    (step,) = trace.ranks[0].steps
+    assert step["backwards"] == 1 and len(trace.ranks[0].of("batch")) == 1
+    assert trace.blind == [f"{LOOKS[look]}: ZeroDivisionError: division by zero"]
+    assert any(trace.blind[0] in remark for remark in _remarks(trace, Order(["train.py"], 1)))
+    assert "no-steps" not in {f.kind.name for f in judge(trace)}
+
+
+def test_who_watches_hears_of_a_probe_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.audit.probes.training.row_hashes", lambda things: 1 / 0)
+    with pytest.warns(UserWarning, match=r"a probe failed.*Training._inputs"), watch(raises=False):
+        model = nn.Linear(2, 1)
+        torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(3, 2)).sum().backward()
+
+
+def test_what_a_script_loads_is_what_it_saved(tmp_path: Path) -> None:
+    """A tensor, a checkpoint, and one that is saved again."""
+    saved = {"epoch": 3, "model": {"w": torch.ones(2)}}
+    with watch(raises=False):
+        torch.save(torch.ones(4), tmp_path / "tensor.pt")
+        torch.save(saved, tmp_path / "a.pt")
+        assert torch.equal(torch.load(tmp_path / "tensor.pt"), torch.ones(4))
+        loaded = torch.load(tmp_path / "a.pt")
+        assert type(loaded) is dict and loaded["epoch"] == 3
+        torch.save(loaded, tmp_path / "b.pt")
+    assert torch.load(tmp_path / "b.pt", weights_only=True)["epoch"] == 3
+
+
+def test_a_loader_without_workers_leaves_the_start_method_open() -> None:
+    code = "import torch; from torch.utils.data import DataLoader; from lockstep.audit import watch\n"
+    code += "with watch(raises=False):\n    list(DataLoader([1, 2]))\n"
+    code += "    torch.multiprocessing.set_start_method('spawn')"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def sharded(world: World, folder: Path) -> list[tuple[str, bool]]:
+    patches = probes.install(Recorder(folder, world.rank))
+    try:
+        from torch.distributed.fsdp import fully_shard  # as in a script, whose first line comes after the probes
+
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        for part in (*model, model):
+            fully_shard(part)
+        model(torch.ones(3, 4)).sum().backward()
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 5))
+        model(torch.ones(3, 4))
+    finally:
+        patches.undo()
+    mine = read(folder, world.size, [0] * world.size)[world.rank]
+    return [(r["phase"], r["learning"]) for r in mine.of("forward")]
+
+
+def test_the_forward_pass_of_shards_is_on_record_once_also_after_one_that_failed(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    assert ranks(2)(sharded, tmp_path) == [[("in", True), ("out", True)] * 3] * 2
 
 
 def sound() -> None:

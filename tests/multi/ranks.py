@@ -24,7 +24,8 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # what it was forked from has that of its own start
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     import torch
@@ -57,7 +58,7 @@ class Ranks:
         self.processes = []
         for rank in range(size):
             ours, theirs = SERVER.Pipe()
-            process = SERVER.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process = SERVER.Process(target=_serve, args=(rank, size, port, theirs, dict(os.environ)), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)

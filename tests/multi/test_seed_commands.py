@@ -1,7 +1,8 @@
 """Every training command of the five guides, as printed, from its example folder; GPUs become CPU processes.
 
 A command that asks for more than two GPUs gets two processes, but for two of them that run as printed: what each
-rank does is the same, and two cores start eight processes slowly. LOCKSTEP_ALL_RANKS=1 gives each what it asks for.
+rank does is the same, and two cores start eight processes slowly. LOCKSTEP_ALL_RANKS=1 gives each what it asks
+for, but two nodes, which are on this machine and get one process each.
 """
 
 import json

@@ -1,7 +1,9 @@
 """Checkpoints, and what is logged."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 from ..catalog import Finding, finding
 from ..trace import Rank, Record, Trace, where
@@ -37,8 +39,7 @@ def _in_place(rank: Rank) -> Iterator[Finding]:
 
 def _resume(trace: Trace) -> Iterator[Finding]:
     rank = trace.ranks[0]
-    asked = {r["path"] for r in rank.of("resume")}  # for how far training was: else weights to start from, no resume
-    load = next((r for r in rank.of("load") if r["path"] in asked), None)
+    load = next((r for r in rank.of("load") if _goes_on(r)), None)
     if load is None:
         return
     end = rank.first("end")
@@ -52,6 +53,16 @@ def _resume(trace: Trace) -> Iterator[Finding]:
     if not rank.steps and end and end["how"] != "crash" and end["status"] == 0:
         what = "a checkpoint was loaded, no step was taken, and the script ended normally"
         yield finding("nothing-left-to-train", what, where(load), load["path"])
+
+
+def _goes_on(load: Record) -> bool:
+    """Whether a file says how far training was and the script asks it: else it has weights to start from."""
+    at = where(load)
+    if not load["progress"] or at is None or not Path(at.file).is_file():
+        return bool(load["progress"])
+    names = "|".join(load["progress"])
+    asked = rf"""\[\s*['"]({names})['"]\s*\](?!\s*=[^=])|\.(get|pop)\(\s*['"]({names})['"]|\*\*\w|\.items\(\)"""
+    return re.search(asked, Path(at.file).read_text(errors="replace")) is not None
 
 
 def _logs(trace: Trace) -> Iterator[Finding]:

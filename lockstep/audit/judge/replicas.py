@@ -56,7 +56,7 @@ def _cause(trace: Trace, step: Record, name: str, same_start: bool) -> tuple[Sit
     rank = trace.ranks[0]
     around = rank.first("around")
     wraps = rank.of("ddp")
-    forwards = [f for f in rank.of("forward") if f["learning"]]
+    forwards = [f for f in rank.of("forward") if f["learning"] and f["syncs"] is not None]
     loose: list[str] = next((s["loose"] for s in rank.of("step") if s.get("loose")), [])
     if around:
         return where(around), "the forward pass goes around DDP (through .module), which then synchronises nothing"

@@ -45,7 +45,7 @@ def _watched(context: Context, name: str, original: Function) -> Function:
             return original(*args, **kwargs)
         number = context.collectives = context.collectives + 1
         library = foreign(sys._getframe(1).f_code.co_filename)
-        seen = _signature(context, name, args, kwargs) or {"group": None}
+        seen = _signature(context, name, args, kwargs) or {"group": []}  # of nobody
         context.recorder.write("collective", phase="in", op=name, n=number, by_library=library, **seen)
         try:
             with context.recorder.hide():

@@ -113,7 +113,7 @@ class Context:
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         for module in self.roots():
             for _, parameter in _named(module):
-                yield self._names[id(parameter)], parameter
+                yield self.name(parameter), parameter
 
     def sums(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         with self.recorder.hide():

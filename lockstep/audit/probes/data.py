@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -121,7 +122,6 @@ class Data:
 
         return __next__
 
-    @careful
     def _given(self, iterator: Any, passing: "_Pass", batch: Any) -> None:
         index = passing.drawn.popleft() if passing.drawn else None
         index = _numbers(index)
@@ -130,12 +130,16 @@ class Data:
         if index and not isinstance(root, IterableDataset):
             seen["index"] = [places[i] for i in index] if places is not None else index
         leaves = list(tensors(batch))
-        with self.recorder.hide():
-            seen["hashes"] = row_hashes([t for t in leaves if not t.is_cuda][:4])[:1024]
+        seen["hashes"] = self._hashes(leaves) or []
         seen["rows"] = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
         seen["learns"] = torch.is_grad_enabled()
         self.context.given = leaves
         self.recorder.write("batch", **seen)
+
+    @careful
+    def _hashes(self, leaves: list[Tensor]) -> list[int]:
+        with self.recorder.hide():
+            return row_hashes([t for t in leaves if not t.is_cuda][:4])[:1024]
 
     def order(self, original: Function) -> Function:
         def __iter__(sampler: DistributedSampler[Any]) -> Any:
@@ -189,9 +193,10 @@ def _numbers(index: Any) -> list[int] | None:
         return None
 
 
-def _start_method(loader: DataLoader[Any]) -> str:
+def _start_method(loader: DataLoader[Any]) -> str | None:
+    """How its workers are started; None if nobody has said so yet, and asking must not settle it."""
     context = loader.multiprocessing_context or torch.multiprocessing
-    return str(context.get_start_method())
+    return context.get_start_method(allow_none=True)
 
 
 def _length(thing: Any) -> int | None:

@@ -15,7 +15,8 @@ from ..trace import site
 from .context import Context, careful
 from .patch import Function, Patches
 
-_PROGRESS = ("epoch", "step", "iteration", "global_step", "start_epoch")
+PROGRESS = ("epoch", "step", "iteration", "global_step", "start_epoch")
+"""Names under which a checkpoint says how far training was."""
 
 
 def install(context: Context, patches: Patches) -> None:
@@ -58,16 +59,15 @@ class Files:
             with self.recorder.hide():
                 result = original(f, *args, **kwargs)
             if not self.context.hidden and isinstance(f, (str, os.PathLike)):
-                return self._loaded(result, Path(f).absolute()) or result
+                self._loaded(result, Path(f).absolute())
             return result
 
         return load
 
     @careful
-    def _loaded(self, obj: Any, path: Path) -> Any:
-        self.recorder.write("load", path=str(path), **_contents(obj))
-        progress = type(obj) is dict and any(key in obj for key in _PROGRESS)
-        return _Opened(obj, lambda: self.recorder.write("resume", path=str(path))) if progress else obj
+    def _loaded(self, obj: Any, path: Path) -> None:
+        progress = [key for key in PROGRESS if isinstance(obj, dict) and key in obj]
+        self.recorder.write("load", path=str(path), progress=progress, **_contents(obj))
 
     def move(self, original: Function) -> Function:
         def move(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,33 +120,6 @@ class Files:
             original(environment, name, value)
 
         return __setitem__
-
-
-class _Opened(dict[Any, Any]):
-    """A checkpoint that tells when it is asked how far training was. What is made of it is a plain dict."""
-
-    def __init__(self, content: dict[Any, Any], tell: Function):
-        super().__init__(content)
-        self._tell = tell
-
-    def __getitem__(self, key: Any) -> Any:
-        self._asked(key)
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._asked(key)
-        return super().get(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._asked(key)
-        return super().pop(key, *default)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-    def _asked(self, key: Any) -> None:
-        if key in _PROGRESS and key in self:
-            self._tell()
 
 
 def _contents(obj: Any) -> dict[str, Any]:

@@ -37,10 +37,9 @@ def row_hashes(batch: list[Tensor]) -> list[int]:
         flat = t.detach().reshape(len(t), -1)
         looked = flat[:, :: max(1, flat.shape[1] // _LOOK)]
         plain = looked.float() if looked.dtype not in _NUMPY else looked
-        columns.append(plain.cpu().numpy().astype(np.float64))
+        columns.append(plain.cpu().resolve_neg().numpy().astype(np.float64))
     if not columns:
         return []
     bits = np.concatenate(columns, 1).view(np.int64)
-    with np.errstate(over="ignore"):
-        mixed = (bits ^ (bits >> 29)) * (np.arange(1, bits.shape[1] + 1) * 0x9E3779B97F4A7C1 | 1)
+    mixed = (bits ^ (bits >> 29)) * (np.arange(1, bits.shape[1] + 1) * 0x9E3779B97F4A7C1 | 1)
     return (mixed ^ (mixed >> 32)).sum(1).tolist()

@@ -2,6 +2,7 @@
 
 import zlib
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,8 @@ class Training:
         self.unowned: set[str] = set()
         self.ran: set[int] = set()
         """Modules that ran forward while training, and their parameters."""
-        self.drops: dict[int, bool] = {}
-        """Whether a module has dropout."""
+        self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+        """The modules in a module that drop at random."""
         self.versions: list[tuple[str, Tensor, int]] = []
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -92,9 +93,9 @@ class Training:
             if batch is not None:
                 seen["rows"] = len(batch)
                 seen["hashes"] = row_hashes([batch])[:256]
-            if id(module) not in self.drops:
-                self.drops[id(module)] = any(isinstance(m, _DROPOUT) and m.p > 0 for m in module.modules())
-            if self.drops[id(module)]:
+            if module not in self.dropouts:
+                self.dropouts[module] = [m for m in module.modules() if isinstance(m, _DROPOUT)]
+            if any(m.p > 0 for m in self.dropouts[module]):
                 seen["generator"] = zlib.crc32(_generator_state(batch))
         self.recorder.write("input", n=n, **seen)
 
@@ -167,15 +168,13 @@ class Training:
 
         return zero_grad
 
-    @careful
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         number = self._number(optimizer)
         if number is None or self.context.recorder.is_hidden:
             return
         if self.counts.get(number, 0) == 0:
-            self.recorder.write("weights", optimizer=number, n=0, sums=self.context.sums(self._own(optimizer)))
+            self.recorder.write("weights", optimizer=number, n=0, sums=self._sums(optimizer) or {})
 
-    @careful
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         number = self._number(optimizer)
         if number is None or self.context.recorder.is_hidden:
@@ -183,9 +182,9 @@ class Training:
         n = self.counts[number] = self.counts.get(number, 0) + 1
         seen: dict[str, Any] = {"optimizer": number, "n": n, "lr": _rates(optimizer), "backwards": self.since[number]}
         seen["stale"] = self.kept.get(number, False) and worth_a_look(n - 1)
-        seen |= self._gradients(optimizer, n)
+        seen |= self._gradients(optimizer, n) or {}
         if worth_a_look(n):
-            seen["sums"] = self.context.sums(self._own(optimizer))
+            seen["sums"] = self._sums(optimizer) or {}
         context = self.context
         if (searched := self.wrappers.searched_in_vain()) is not None:
             seen["searched_in_vain"] = searched
@@ -198,6 +197,7 @@ class Training:
         if context.limit and context.steps >= context.limit and context.on_limit:
             context.on_limit()
 
+    @careful
     def _gradients(self, optimizer: Optimizer, n: int) -> dict[str, Any]:
         """Which parameters have no gradient yet, and which have one that no optimizer uses."""
         seen: dict[str, Any] = {}
@@ -226,6 +226,10 @@ class Training:
 
     def _number(self, optimizer: Optimizer) -> int | None:
         return next((n for n, o in enumerate(self.context.optimizers) if o is optimizer), None)
+
+    @careful
+    def _sums(self, optimizer: Optimizer) -> dict[str, int]:
+        return self.context.sums(self._own(optimizer))
 
     def _own(self, optimizer: Optimizer) -> dict[str, Tensor]:
         self.context.roots()

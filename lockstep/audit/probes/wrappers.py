@@ -89,7 +89,7 @@ class Wrappers:
                 result = original(module, *args, **kwargs)
             for part in module if isinstance(module, (list, tuple)) else [module]:
                 self.context.covered |= {id(p) for p in part.parameters()}
-                self.patches.later(part.register_forward_pre_hook(Hook(self._into_shards)).remove)
+                self.patches.later(part.register_forward_pre_hook(Hook(self._into_shards), prepend=True).remove)
                 self.patches.later(part.register_forward_hook(Hook(self._out_of_shards), always_call=True).remove)
             self.recorder.write("fsdp")
             return result
@@ -165,10 +165,11 @@ class Wrappers:
         return no_sync
 
     def searched_in_vain(self) -> bool | None:
-        """Whether a wrapper that searches for unused parameters had none since the last step; None: none searches."""
+        """Whether all wrappers that search for unused parameters found none in this step; None: none searches."""
         vain = None
         for wrapper, used in self.used.items():
-            vain = {id(p) for p in self.context.wrappers[wrapper].parameters() if p.requires_grad} <= used
+            searched = {id(p) for p in self.context.wrappers[wrapper].parameters() if p.requires_grad}
+            vain = vain is not False and searched <= used
             used.clear()
         return vain
 
