@@ -5,7 +5,8 @@ Batch k is positions [k·G, (k+1)·G) of the stream: it runs across epoch border
 Where a run stands follows from its step alone, and any rank of any world can tell any batch without the others.
 
 The permutation is a Feistel network on a rectangle a × b just larger than the data set, walked along its cycle in
-the rare case that it lands outside the set. It takes no memory, whatever the size of the set.
+the rare case that it lands outside the set. It takes no memory, whatever the size of the set. A set of a few samples
+is put in order by a hash of each.
 """
 
 import math
@@ -23,7 +24,8 @@ from .rng import mix_word
 Indices = NDArray[np.int64]
 
 _ROUNDS = 8
-_SMALLEST_SIDE = 8  # below that a Feistel network has too few keys to reach all of the permutations
+_TINY = 64
+"""Up to here a table: the network would have too few keys to reach all permutations, and walk too often."""
 
 Words = NDArray[Any]
 
@@ -34,13 +36,16 @@ class Permutation:
     def __init__(self, size: int, key: int):
         assert 0 < size <= 1 << 62
         self.size = size
-        left = max(_SMALLEST_SIDE, math.isqrt(size - 1) + 1)
-        self._sides = left, max(_SMALLEST_SIDE, -(-size // left))
+        self._table = np.argsort([mix_word(key, i) for i in range(size)]) if size <= _TINY else None
+        left = math.isqrt(size - 1) + 1
+        self._sides = left, -(-size // left)
         self._word = np.uint32 if left <= 1 << 16 else np.uint64
         self._keys = [mix_word(key, i) for i in range(_ROUNDS)]
 
     def __call__(self, positions: Indices) -> Indices:
         """Where each of `positions` goes."""
+        if self._table is not None:
+            return self._table[positions]
         out = self._pass(positions.astype(self._word))
         outside = np.flatnonzero(out >= self.size)
         while outside.size:

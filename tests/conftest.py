@@ -9,6 +9,11 @@ import torch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What trains longest comes first: at the end no process waits for the other."""
+    items.sort(key=lambda item: item.path.name.removesuffix(".py").endswith("_learns"), reverse=True)
+
+
 @pytest.fixture(autouse=True)
 def process_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Environment, default dtype, generator and threads are as before, whatever a test did to them."""

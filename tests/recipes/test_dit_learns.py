@@ -46,7 +46,7 @@ def classifier(side: int) -> nn.Module:
     network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(network.parameters(), 2e-3)
     data = Shapes("train", 50_000, side)
-    for step in range(300):
+    for step in range(150):
         images, labels = batch(data, range(64 * step, 64 * (step + 1)))
         F.cross_entropy(network(images + 0.1 * torch.randn_like(images)), labels).backward()
         optimizer.step()
@@ -68,7 +68,8 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
     recipe = re.search(r"lockstep (train dit --preset laptop) --nproc", (ROOT / "Makefile").read_text())
     assert recipe is not None
     out = tmp_path / "run"
-    command = ["lockstep", *recipe.group(1).split(), "--nproc", "2", "--n_steps", "600", "--out", str(out)]
+    command = ["lockstep", *recipe.group(1).split(), "--nproc", "2", "--n_steps", "600", "--sample_per_class", "2"]
+    command += ["--out", str(out)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("model.pth", "model.safetensors"):

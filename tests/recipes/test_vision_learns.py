@@ -59,10 +59,9 @@ def test_the_laptop_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 def test_the_laptop_preset_of_masks_learns(tmp_path: Path) -> None:
-    """Half of its steps, which end at 0.24 and 0.31; all background is 0.07 and 0.08."""
-    lines = train(tmp_path / "run", "--preset", "laptop_seg", "--n_steps", "250", "--eval_every", "250")
+    lines = train(tmp_path / "run", "--preset", "laptop_seg", "--eval_every", "500")
     final = next(line for line in reversed(lines) if "val/miou" in line)
-    assert final["val/miou"] > 0.18 and final["val/dice"] > 0.22
+    assert final["val/miou"] > 0.5 and final["val/dice"] > 0.6  # all background: 0.07 and 0.08
 
 
 def example(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
