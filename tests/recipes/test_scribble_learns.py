@@ -50,9 +50,9 @@ def lockstep(*words: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_laptop_preset_learns_and_labels_a_file(tmp_path: Path) -> None:
-    """A third of its steps, so that it is over soon; chance is a mIoU of about 0.1 (all of it background)."""
+    """A fifth of its steps, so that it is over soon; chance is a mIoU of about 0.1 (all of it background)."""
     out = tmp_path / "run"
-    flags = ["--n_steps", "45", "--warmup_steps", "8", "--nproc", "2", "--out", str(out)]
+    flags = ["--n_steps", "30", "--warmup_steps", "8", "--nproc", "2", "--out", str(out)]
     lockstep("train", "scribble", "--preset", "laptop", *flags)
     (miou,) = logged(out, "val/miou")
     assert miou > 0.4, miou
@@ -68,7 +68,7 @@ def test_the_laptop_preset_learns_and_labels_a_file(tmp_path: Path) -> None:
         labels = np.array(Image.open(a))
         assert Path(a).name == Path(b).name == f"{i}.png" and np.array_equal(labels, np.array(Image.open(b)))
         right += float((labels == scenes[i]["label"].numpy()).mean()) / 6
-    assert right > 0.75, right
+    assert right > 0.65, right
 
     lockstep("test", str(out), "--out", str(tmp_path / "test"))
     rows = list(csv.DictReader((tmp_path / "test" / "iou.csv").open()))

@@ -61,7 +61,7 @@ def _goes_on(load: Record) -> bool:
     if not load["progress"] or at is None or not Path(at.file).is_file():
         return bool(load["progress"])
     names = "|".join(load["progress"])
-    asked = rf"""\[\s*['"]({names})['"]\s*\](?!\s*=[^=])|\.(get|pop)\(\s*['"]({names})['"]|\*\*\w|\.items\(\)"""
+    asked = rf"""\[\s*['"]({names})['"]\s*\](?!\s*=[^=])|\.(get|pop)\(\s*['"]({names})['"]"""
     return re.search(asked, Path(at.file).read_text(errors="replace")) is not None
 
 
