@@ -42,7 +42,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_the_same(tmp_path: Path) -
     assert run(["lockstep", "train", TINY, *flags, "--out", "whole"], tmp_path).returncode == 0
     chance = random.Random(0)
     killed = 0
-    for attempt in range(3):
+    for attempt in range(6):
         command = ["lockstep", "train", TINY, *flags, "--out", "parts", "--resume", "auto"]
         process = started(command, tmp_path)
         wait_for(process, "step ")

@@ -1,6 +1,7 @@
 """The recipe as users run it: golden losses, and the job of `make train` from start to samples."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -62,14 +63,18 @@ def batch(data: Shapes, numbers: range) -> tuple[Tensor, Tensor]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tmp_path: Path) -> None:
-    """Half of its steps: 65 of 100 samples are told to be what they should be, 83 after 800 steps; chance is 10."""
+    """Half of its steps: 65 of 100 samples are told to be what they should be, 93 after all; chance is 10.
+
+    LOCKSTEP_WHOLE=1 takes all steps, and asks for more.
+    """
     import subprocess
 
     recipe = re.search(r"lockstep (train dit --preset laptop) --nproc", (ROOT / "Makefile").read_text())
     assert recipe is not None
     out = tmp_path / "run"
-    command = ["lockstep", *recipe.group(1).split(), "--nproc", "2", "--n_steps", "600", "--sample_per_class", "2"]
-    command += ["--out", str(out)]
+    whole = os.environ.get("LOCKSTEP_WHOLE") == "1"
+    command = ["lockstep", *recipe.group(1).split(), "--nproc", "2", "--out", str(out)]
+    command += [] if whole else ["--n_steps", "600", "--sample_per_class", "2"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("model.pth", "model.safetensors"):
@@ -93,7 +98,7 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
         samples = generate(run.recipe, run.model, 100, {"cfg": 2.5}, World(), nullcontext(), seed=1)
         assert samples is not None
         told = network(samples[:, -1]).argmax(1) == torch.arange(100) % 10
-    assert told.double().mean() > 0.5, told.double().mean()
+    assert told.double().mean() > (0.8 if whole else 0.5), told.double().mean()
 
 
 if __name__ == "__main__":
