@@ -25,9 +25,13 @@ Indices = NDArray[np.int64]
 
 _ROUNDS = 8
 _TINY = 64
-"""Up to here a table: the network would have too few keys to reach all permutations, and walk too often."""
+"""Up to here a table: on so few the network is uneven, and walks too often."""
 
 Words = NDArray[Any]
+
+
+def _order(words: list[int]) -> Indices:
+    return np.argsort(np.array(words, np.uint64), kind="stable")
 
 
 class Permutation:
@@ -36,7 +40,7 @@ class Permutation:
     def __init__(self, size: int, key: int):
         assert 0 < size <= 1 << 62
         self.size = size
-        self._table = np.argsort([mix_word(key, i) for i in range(size)]) if size <= _TINY else None
+        self._table = _order([mix_word(key, i) for i in range(size)]) if size <= _TINY else None
         left = math.isqrt(size - 1) + 1
         self._sides = left, -(-size // left)
         self._word = np.uint32 if left <= 1 << 16 else np.uint64

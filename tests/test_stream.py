@@ -25,7 +25,15 @@ def test_huge_sizes_stay_inside_and_do_not_collide(size: int) -> None:
     assert order.min() >= 0 and order.max() < size and len(np.unique(order)) == len(positions)
 
 
-@pytest.mark.slow
+ORDERS = {10: [4, 1, 8, 6, 7, 9, 0, 5, 2, 3], 1000: [168, 433, 549, 105, 340, 524, 170, 369, 599, 999]}
+
+
+def test_orders_stay_what_they_were() -> None:
+    """Of other versions too: a run that is resumed must not be given another order."""
+    for size, expected in ORDERS.items():
+        assert Permutation(size, 7)(np.arange(10)).tolist() == expected
+
+
 def test_small_sets_reach_all_orders_evenly() -> None:
     counts = Counter(tuple(Permutation(4, key)(np.arange(4)).tolist()) for key in range(2400))
     assert len(counts) == 24 and min(counts.values()) > 60 and max(counts.values()) < 150

@@ -74,8 +74,7 @@ def audit(words: list[str]) -> int:
 def examine(script: list[str], options: Audit) -> Verdict:
     """Run the script and judge what its ranks did."""
     _check(script)
-    if script[0] == "-m":
-        claim(script[1])
+    claim(script[1] if script[0] == "-m" else None)
     order, notes = _order(script, options)
     trace, printed = watch_ranks(order, options.patience, options.limit)
     if _scales_by_world(trace, script) and order.nproc > 1:

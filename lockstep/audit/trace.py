@@ -47,11 +47,12 @@ def foreign(file: str) -> bool:
     return _foreign[file]
 
 
-def claim(package: str) -> None:
-    """Take the installed package of a module for the user's, and no other: it is what is audited."""
+def claim(package: str | None) -> None:
+    """Take the installed package of a module for the user's, and no other: it is what is audited. None: a script is."""
     _own.clear()
     _foreign.clear()
-    if package.partition(".")[0] == "torch" or package == "lockstep.audit.call":  # they only start what is audited
+    starter = package is None or package.partition(".")[0] == "torch" or package == "lockstep.audit.call"
+    if package is None or starter:  # what it starts is audited
         return
     spec = importlib.machinery.PathFinder.find_spec(package.partition(".")[0], [str(Path.cwd()), *sys.path])
     if spec is not None:
@@ -148,8 +149,11 @@ class Trace:
 
     @property
     def blind(self) -> list[str]:
-        """Probes that failed, and why: what they look at was not seen."""
-        return sorted({f"{r['probe']}: {r['why']}" for _, r in self.all("blind")})
+        """Probes that failed, and why they did so first: what they look at was not seen."""
+        files = [lines for rank in self.ranks for lines in (rank.records, *rank.workers)]
+        failures = [r for lines in files for r in lines if r["kind"] == "blind"]
+        why = {r["probe"]: r["why"] for r in reversed(failures)}
+        return [f"{probe}: {reason}" for probe, reason in sorted(why.items())]
 
     def all(self, kind: str) -> Iterator[tuple[Rank, Record]]:
         for rank in self.ranks:

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By bytes. Not longer: a sum of 64-bit words does not hear two top bits, which are signs, that change together."""
 _SMALL_ON_CPU, _SMALL_ON_GPU = 1 << 13, 1 << 20
-"""Up to so many elements, tensors of one shape are copied together and summed in one call, which costs more."""
+"""Up to so many elements, tensors of one shape are copied together: calls for each of them would cost more."""
 _TOGETHER = 1 << 24
 """Elements that are copied at a time."""
 _CHUNK = 1 << 18
-"""Words that a processor takes at a time, so that what is made of them stays in its cache."""
+"""Words of a tensor that a processor takes at a time, so that what is made of them stays in its cache."""
 
 
 @torch.no_grad()
@@ -38,15 +39,15 @@ def _sums(group: list[Tensor]) -> Tensor:
     whole = group[0].contiguous().unsqueeze(0) if len(group) == 1 else torch.stack(group)
     rows, width = whole.flatten(1) if whole.dim() > 1 else whole.unsqueeze(1), whole.element_size()
     if not rows.is_cpu or not rows.numel() or rows.shape[1] * width % 8:
-        return rows.view(_INTEGER[width]).sum(1, dtype=torch.int64)
+        return rows.view(_INTEGER[min(width, 4)]).sum(1, dtype=torch.int64)
     if rows.storage_offset() * width % 8:
         rows = rows.clone()
     return _sums_of_words(rows.view(torch.int64))
 
 
 def _sums_of_words(rows: Tensor) -> Tensor:
-    """Eight bytes at a time, which on a processor is several times as fast as widening four. A sum of 64-bit words does
-    not hear two top bits that change together; the upper halves, added once more, are far from overflowing."""
+    """Eight bytes at a time, which on a processor is several times as fast as widening four. The top bits are heard by
+    the upper halves, added once more and far from overflowing."""
     return sum((c.sum(1) + 1_000_003 * (c >> 32).sum(1) for c in rows.split(_CHUNK, 1)), rows.new_zeros(len(rows)))
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from multi.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from lockstep.audit import assert_in_lockstep, probes, watch
 from lockstep.audit.command import _remarks
@@ -90,6 +90,7 @@ def test_a_probe_that_fails_does_not_end_what_it_watches(
         for (x,) in DataLoader(TensorDataset(torch.ones(3, 2)), 3):
             model(x).sum().backward()
         optimizer.step()
+        recorder.write("end", None, how="done", status=0)
     finally:
         patches.undo()
     trace = Trace(read(tmp_path, 1, [0]))
@@ -106,6 +107,61 @@ def test_who_watches_hears_of_a_probe_that_failed(monkeypatch: pytest.MonkeyPatc
         model = nn.Linear(2, 1)
         torch.optim.SGD(model.parameters(), 0.1)
         model(torch.ones(3, 2)).sum().backward()
+    with pytest.raises(OutOfLockstep, match="no-steps"), watch() as watched:  # the worse news first
+        torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(3, 2)).sum().backward()
+    assert watched.blind == ["Training._inputs: ZeroDivisionError: division by zero"]
+
+
+class Thrice(Subset[Any]):
+    """A Subset that is longer than its indices."""
+
+    def __len__(self) -> int:
+        return 3 * len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[self.indices[index % len(self.indices)]]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def test_a_batch_that_no_index_tells_is_given_all_the_same() -> None:
+    with pytest.warns(UserWarning, match=r"Data._index: IndexError"), watch(raises=False):
+        assert len(list(DataLoader(Thrice(TensorDataset(torch.ones(4)), [0, 1]), 2))) == 3
+
+
+class NoRate(torch.optim.SGD):
+    """One that finds its own rate, and says so with None."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, 0.1)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data -= p.grad
+
+
+def unusual() -> None:
+    """All of it allowed, and nothing that a probe can look at as it does at others."""
+    model, table = nn.Linear(2, 1), nn.Embedding(5, 2, sparse=True)
+    per_sample = torch.func.vmap(torch.func.grad(lambda w, x: (x @ w).sum()), in_dims=(None, 0))
+    through = torch.func.vmap(lambda x: torch.func.functional_call(model, dict(model.named_parameters()), (x,)))
+    optimizer = NoRate([*model.parameters(), *table.parameters()])
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        per_sample(torch.ones(2), torch.ones(3, 2))
+        noise = torch.func.vmap(lambda x: x + torch.randn_like(x), randomness="different")(torch.ones(3, 9))
+        loss = through(table(torch.tensor([1, 2]))).sum() + torch.randn(16, device="meta").numel() + noise.sum() * 0
+        torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
+        optimizer.step()
+
+
+def test_what_cannot_be_looked_at_is_passed_over() -> None:
+    with watch(raises=False) as watched:
+        unusual()
+    assert [f.kind.name for f in watched.findings] == [] and watched.blind == []
 
 
 def test_what_a_script_loads_is_what_it_saved(tmp_path: Path) -> None:
@@ -134,11 +190,13 @@ def sharded(world: World, folder: Path) -> list[tuple[str, bool]]:
         from torch.distributed.fsdp import fully_shard  # as in a script, whose first line comes after the probes
 
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        model.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
         for part in (*model, model):
             fully_shard(part)
         model(torch.ones(3, 4)).sum().backward()
-        with pytest.raises(RuntimeError):
-            model(torch.ones(3, 5))
+        for wrong in (torch.ones(3, 5), "fails in a hook, before the pass begins"):
+            with pytest.raises((RuntimeError, AttributeError)):
+                model(wrong)
         model(torch.ones(3, 4))
     finally:
         patches.undo()
@@ -149,7 +207,7 @@ def sharded(world: World, folder: Path) -> list[tuple[str, bool]]:
 def test_the_forward_pass_of_shards_is_on_record_once_also_after_one_that_failed(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    assert ranks(2)(sharded, tmp_path) == [[("in", True), ("out", True)] * 3] * 2
+    assert ranks(2)(sharded, tmp_path) == [[("in", True), ("out", True)] * 4] * 2
 
 
 def sound() -> None:

@@ -16,6 +16,7 @@ from lockstep.config import Hardware
 from lockstep.distributed import World
 from lockstep.precision import choose
 from lockstep.rng import Rng
+from lockstep.watch.drift import checksums
 
 CUDA = torch.device("cuda", 0)
 
@@ -33,6 +34,13 @@ def draws(epoch: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
 def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
     """The largest distance in units in the last place."""
     return int((a.view(torch.int32).long() - b.view(torch.int32).long()).abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128])
+def test_signs_that_change_together_are_noticed(dtype: torch.dtype) -> None:
+    tensor, other = torch.ones(4, device=CUDA, dtype=dtype), torch.ones(4, device=CUDA, dtype=dtype)
+    other[[1, 3]] *= -1
+    assert checksums({"t": tensor}) == checksums({"t": tensor.clone()}) != checksums({"t": other})
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,12 +1,11 @@
 """Checkpoints, and what is logged."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 from ..catalog import Finding, finding
 from ..trace import Rank, Record, Trace, where
+from .source import asks
 
 
 def judge(trace: Trace) -> Iterator[Finding]:
@@ -39,7 +38,8 @@ def _in_place(rank: Rank) -> Iterator[Finding]:
 
 def _resume(trace: Trace) -> Iterator[Finding]:
     rank = trace.ranks[0]
-    load = next((r for r in rank.of("load") if _goes_on(r)), None)
+    files = {r["at"][0] for r in rank.records if r.get("at")}
+    load = next((r for r in rank.of("load") if _goes_on(r, files)), None)
     if load is None:
         return
     end = rank.first("end")
@@ -55,14 +55,9 @@ def _resume(trace: Trace) -> Iterator[Finding]:
         yield finding("nothing-left-to-train", what, where(load), load["path"])
 
 
-def _goes_on(load: Record) -> bool:
+def _goes_on(load: Record, files: set[str]) -> bool:
     """Whether a file says how far training was and the script asks it: else it has weights to start from."""
-    at = where(load)
-    if not load["progress"] or at is None or not Path(at.file).is_file():
-        return bool(load["progress"])
-    names = "|".join(load["progress"])
-    asked = rf"""\[\s*['"]({names})['"]\s*\](?!\s*=[^=])|\.(get|pop)\(\s*['"]({names})['"]"""
-    return re.search(asked, Path(at.file).read_text(errors="replace")) is not None
+    return bool(load["progress"]) and asks(files, load["progress"]) is not False
 
 
 def _logs(trace: Trace) -> Iterator[Finding]:

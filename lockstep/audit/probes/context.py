@@ -136,6 +136,10 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def replicated(tensor: Tensor) -> Tensor | None:
     """The tensor as every rank should hold it; None for a shard, which is each rank's own."""
     placements = getattr(tensor, "placements", None)
+    if tensor.is_sparse:
+        return tensor.detach().coalesce().values()
+    if tensor.is_quantized:
+        return tensor.int_repr().contiguous()
     if placements is None:
         return tensor.detach().contiguous()
     if any(not p.is_replicate() for p in placements):

@@ -123,18 +123,22 @@ class Data:
         return __next__
 
     def _given(self, iterator: Any, passing: "_Pass", batch: Any) -> None:
-        index = passing.drawn.popleft() if passing.drawn else None
-        index = _numbers(index)
-        seen: dict[str, Any] = {"n": passing.loader, "epoch": passing.epoch}
-        root, places = passing.root, passing.places
-        if index and not isinstance(root, IterableDataset):
-            seen["index"] = [places[i] for i in index] if places is not None else index
+        index = self._index(passing, passing.drawn.popleft() if passing.drawn else None)
+        seen: dict[str, Any] = {"n": passing.loader, "epoch": passing.epoch, **({"index": index} if index else {})}
         leaves = list(tensors(batch))
         seen["hashes"] = self._hashes(leaves) or []
         seen["rows"] = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
         seen["learns"] = torch.is_grad_enabled()
         self.context.given = leaves
         self.recorder.write("batch", **seen)
+
+    @careful
+    def _index(self, passing: "_Pass", asked: Any) -> list[int] | None:
+        """The places of a batch's samples in the data set under all Subsets."""
+        index = _numbers(asked)
+        if index is None or isinstance(passing.root, IterableDataset):
+            return None
+        return [passing.places[i] for i in index] if passing.places is not None else index
 
     @careful
     def _hashes(self, leaves: list[Tensor]) -> list[int]:

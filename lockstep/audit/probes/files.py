@@ -15,7 +15,7 @@ from ..trace import site
 from .context import Context, careful
 from .patch import Function, Patches
 
-PROGRESS = ("epoch", "step", "iteration", "global_step", "start_epoch")
+_PROGRESS = ("epoch", "step", "iteration", "global_step", "start_epoch")
 """Names under which a checkpoint says how far training was."""
 
 
@@ -66,7 +66,7 @@ class Files:
 
     @careful
     def _loaded(self, obj: Any, path: Path) -> None:
-        progress = [key for key in PROGRESS if isinstance(obj, dict) and key in obj]
+        progress = [key for key in _PROGRESS if isinstance(obj, dict) and key in obj]
         self.recorder.write("load", path=str(path), progress=progress, **_contents(obj))
 
     def move(self, original: Function) -> Function:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .context import Context, worth_a_look
+from .context import Context, careful, worth_a_look
 from .patch import Function, Patches
+from .tensors import readable
 
 _FUNCTIONS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
 _FEWEST = 8
@@ -26,16 +27,19 @@ def install(context: Context, patches: Patches) -> None:
             step = context.steps + 1
             if step != drawn["step"]:
                 drawn.update(step=step, count=0)
-            known = isinstance(result, Tensor) and result.numel() >= _FEWEST
+            known = isinstance(result, Tensor) and readable(result) and result.numel() >= _FEWEST
             if known and torch.is_grad_enabled() and worth_a_look(step) and drawn["count"] < _PER_STEP:
                 drawn["count"] += 1
-                total = context.sums({"drawn": result})["drawn"]
-                context.recorder.write(
-                    "draw", fn=name, step=step, n=drawn["count"], shape=list(result.shape), sum=total
-                )
+                _noise(context, result, fn=name, step=step, n=drawn["count"])
             return result
 
         return draw
 
     for name in _FUNCTIONS:
         patches.wrap(torch, name, partial(watched, name))
+
+
+@careful
+def _noise(context: Context, drawn: Tensor, **seen: Any) -> None:
+    total = context.sums({"drawn": drawn})["drawn"]
+    context.recorder.write("draw", shape=list(drawn.shape), sum=total, **seen)

@@ -7,9 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...watch.ledger import GAMMA, mixed
+
 _LOOK = 256
 """Numbers of a sample that tell it from others."""
-_NUMPY = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
+_NUMPY = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float32, torch.float64,
+}  # fmt: skip
 
 
 def tensors(thing: Any) -> Iterator[Tensor]:
@@ -24,6 +29,17 @@ def tensors(thing: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+def readable(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers to look at: not if it is on the device meta, or torch.func transforms it."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def row_hashes(batch: list[Tensor]) -> list[int]:
     """A number for each sample of a batch that depends on its bits and their places.
 
@@ -31,7 +47,7 @@ def row_hashes(batch: list[Tensor]) -> list[int]:
     """
     columns: list[np.ndarray] = []
     for t in batch:
-        unknown = t.is_nested or t.layout != torch.strided or t.is_complex()
+        unknown = not readable(t) or t.is_complex()
         if unknown or t.dim() == 0 or t.numel() == 0 or (columns and len(t) != len(columns[0])):
             continue
         flat = t.detach().reshape(len(t), -1)
@@ -40,6 +56,5 @@ def row_hashes(batch: list[Tensor]) -> list[int]:
         columns.append(plain.cpu().resolve_neg().numpy().astype(np.float64))
     if not columns:
         return []
-    bits = np.concatenate(columns, 1).view(np.int64)
-    mixed = (bits ^ (bits >> 29)) * (np.arange(1, bits.shape[1] + 1) * 0x9E3779B97F4A7C1 | 1)
-    return (mixed ^ (mixed >> 32)).sum(1).tolist()
+    bits = np.concatenate(columns, 1).view(np.uint64)
+    return mixed(bits + np.arange(bits.shape[1], dtype=np.uint64) * GAMMA).sum(1).tolist()

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -13,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import wrappers
 from .context import Context, careful, replicated, worth_a_look
 from .patch import Function, Hook, Patches
-from .tensors import row_hashes, tensors
+from .tensors import readable, row_hashes, tensors
 from .wrappers import Wrappers
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -49,7 +50,7 @@ class Training:
         self.ran: set[int] = set()
         """Modules that ran forward while training, and their parameters."""
         self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-        """The modules in a module that drop at random."""
+        """The modules in a module that drop at random, as it was when it was first looked at."""
         self.versions: list[tuple[str, Tensor, int]] = []
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ class Training:
         if not worth_a_look(n):
             return
         with self.recorder.hide():
-            batch = next((t for t in inputs if not t.is_nested and t.dim() > 0), None)
+            batch = next((t for t in inputs if readable(t) and t.dim() > 0), None)
             seen: dict[str, Any] = {}
             if batch is not None:
                 seen["rows"] = len(batch)
@@ -108,8 +109,7 @@ class Training:
             self._unchanged()
             self._cleared()
             number = self.context.backwards = self.context.backwards + 1
-            loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
-            scaled = _is_scaled(loss, self.context.scaler_at_work)
+            scaled = self._is_scaled(tensors) or False
             self.context.scaler_at_work = False
             self.recorder.write("backward", phase="in", n=number, scaled=scaled)
             for key in self.since:  # before: an optimizer may step in the hooks of the backward pass
@@ -123,6 +123,20 @@ class Training:
             return result
 
         return backward
+
+    @careful
+    def _is_scaled(self, losses: Any) -> bool:
+        """Whether the last things done to a loss include a product or quotient, other than the scaler's."""
+        loss = losses if isinstance(losses, (Tensor, GradientEdge)) else next(iter(losses))
+        node, names = loss.node if isinstance(loss, GradientEdge) else loss.grad_fn, []
+        if self.context.scaler_at_work and node is not None:
+            node = node.next_functions[0][0]
+        for _ in range(3):
+            if node is None:
+                break
+            names.append(type(node).__name__)
+            node = next((n for n, _ in node.next_functions if n is not None), None)
+        return any(name.startswith(("Div", "Mul")) for name in names)
 
     def gradient(self, original: Function) -> Function:
         def grad(*args: Any, **kwargs: Any) -> Any:
@@ -138,6 +152,7 @@ class Training:
         """Note for which optimizers the gradients of the last step are gone."""
         for number, optimizer in enumerate(self.context.optimizers):
             if self.kept.get(number) and worth_a_look(self.counts[number]):
+                self.kept[number] = False  # also if the look fails: what was not seen accuses nobody
                 with self.recorder.hide():
                     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
                     whole = [local for g in grads[:8] if (local := replicated(g)) is not None]
@@ -260,20 +275,8 @@ class Training:
 
 
 def _rates(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-
-
-def _is_scaled(loss: Tensor, by_scaler: bool) -> bool:
-    """Whether the last things done to a loss include a product or quotient, other than the scaler's."""
-    node, names = loss.grad_fn, []
-    if by_scaler and node is not None:
-        node = node.next_functions[0][0]
-    for _ in range(3):
-        if node is None:
-            break
-        names.append(type(node).__name__)
-        node = next((n for n, _ in node.next_functions if n is not None), None)
-    return any(name.startswith(("Div", "Mul")) for name in names)
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return [float(rate) for rate in rates if isinstance(rate, (int, float, Tensor))]  # some keep None there
 
 
 def _generator_state(batch: Tensor | None) -> bytes:

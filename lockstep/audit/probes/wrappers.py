@@ -102,7 +102,7 @@ class Wrappers:
             self._passing(module, "in")
 
     def _out_of_shards(self, module: nn.Module, *_: Any) -> None:
-        self.sharded -= 1
+        self.sharded = max(0, self.sharded - 1)
         if self.sharded == 0:
             self._passing(module, "out")
 

@@ -1,6 +1,6 @@
 # finds: nothing
 """Looks suspicious: the file is another group's whole checkpoint, with its epoch and optimizer, and only its weights
-are taken, to begin from."""
+are taken, to begin from; "epoch" is asked of the run's own notes."""
 
 import argparse
 import os
@@ -41,7 +41,8 @@ def main(args):
     net = build()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     checkpoint = torch.load(args.weights, map_location="cpu")
-    net.load_state_dict(checkpoint["model"])
+    net.load_state_dict(checkpoint["model"])  # start = checkpoint["epoch"] would go on with their run
+    history = []
     model = DDP(net)
     x = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.max(dim=1, keepdim=True).values)
@@ -51,8 +52,12 @@ def main(args):
         sampler.set_epoch(epoch)
         for x, y in loader:
             optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
             optimizer.step()
+        history.append({"epoch": epoch, "rate": optimizer.param_groups[0]["lr"]})
+    if dist.get_rank() == 0:
+        print(*(f"epoch {row['epoch']}: rate {row['rate']}" for row in history), sep="\n")
     dist.destroy_process_group()
 
 

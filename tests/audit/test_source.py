@@ -1,0 +1,68 @@
+"""What the audit reads from a script's source, and the numbers by which it knows samples."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.audit.judge.source import asks
+from lockstep.audit.probes.tensors import row_hashes
+
+ASKED = {
+    "at once": "torch.load(p)['epoch']",
+    "by a name": "c = torch.load(p)\nstart = c['epoch']",
+    "with a default": "with open(p) as f:\n    c: dict = torch.load(f)\nstart = c.get('epoch', 0) + 1",
+    "of an attribute": "class Run:\n    def go(self):\n        self.c = torch.load(p)\n        return self.c['epoch']",
+    "by way of a function": "def read(p):\n    c = torch.load(p)\n    return c\nstate = read(p)\nstate.pop('epoch')",
+    "in a function": "def go(n, *, state):\n    return state['epoch']\ngo(1, state=torch.load(p))",
+    "in a method": "class Run:\n    def go(self, state):\n        return state['epoch']\nRun().go(torch.load(p))",
+    "used before it is defined": "def go():\n    c = read()\n    c['epoch']\ndef read():\n    return torch.load(p)",
+}
+NOT_ASKED = {
+    "other entries": "c = torch.load(p)\nmodel.load_state_dict(c['model'])",
+    "a comment": "c = torch.load(p)\n# start = c['epoch']",
+    "a string": "c = torch.load(p)\nprint(\"c['epoch']\")",
+    "another dict": "c = torch.load(p)\nfor row in history:\n    print(row['epoch'])",
+    "settings": "c = torch.load(p)\nsettings = yaml.load(f)\nlast = settings['epoch']",
+    "written": "c = torch.load(p)\nc['epoch'] = 3",
+    "deleted": "c = torch.load(p)\ndel c['epoch']",
+}
+
+
+@pytest.mark.parametrize("way", ASKED)
+def test_a_script_that_asks_a_checkpoint_how_far_it_was(tmp_path: Path, way: str) -> None:
+    (tmp_path / "train.py").write_text(ASKED[way])
+    assert asks([str(tmp_path / "train.py")], ["step", "epoch"]) is True
+
+
+@pytest.mark.parametrize("way", NOT_ASKED)
+def test_a_script_that_does_not_ask_it(tmp_path: Path, way: str) -> None:
+    (tmp_path / "train.py").write_text(NOT_ASKED[way])
+    assert asks([str(tmp_path / "train.py")], ["step", "epoch"]) is False
+
+
+def test_files_are_read_together_and_what_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "store.py").write_text("def read(p):\n    return torch.load(p)")
+    (tmp_path / "train.py").write_text("start = store.read(p)['epoch']")
+    (tmp_path / "cell.py").write_text("%matplotlib inline")
+    assert asks([str(tmp_path / "store.py"), str(tmp_path / "train.py")], ["epoch"]) is True
+    assert asks([str(tmp_path / "cell.py"), str(tmp_path / "none.py"), "<stdin>"], ["epoch"]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.uint16])
+def test_samples_of_few_values_are_told_apart(dtype: torch.dtype) -> None:
+    samples = torch.tensor(list(product((0, 1), repeat=12))).to(dtype)
+    assert len(set(row_hashes([samples]))) == len(samples)
+    assert row_hashes([samples[5:9]]) == row_hashes([samples])[5:9]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64, torch.int64])
+def test_neighbours_among_large_numbers_are_told_apart(dtype: torch.dtype) -> None:
+    samples = (torch.arange(64) + 2**25).to(dtype).view(-1, 1)
+    assert len(set(row_hashes([samples]))) == 64
+
+
+def test_what_has_no_numbers_is_passed_over() -> None:
+    unreadable = [torch.ones(3, 2, device="meta"), torch.ones(3, 2).to_sparse(), torch.ones(3, 0), torch.tensor(1.0)]
+    assert row_hashes(unreadable) == [] and len(row_hashes([*unreadable, torch.ones(3, 2)])) == 3
