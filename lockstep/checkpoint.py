@@ -60,6 +60,8 @@ class Checkpoints:
         self.keep = keep
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
+        self.written: int | None = None
+        """The step that was saved last."""
         self._recover()
 
     def save(self, step: int, tensors: Tensors, state: State, best: bool = False, final: bool = False) -> float:
@@ -91,12 +93,14 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             _fill(beside, tensors, state, {"format": FORMAT, "step": step, "best": best, "final": final})
             _swap(beside, self.folder / name)
+            self.written = step
             self._link("last", name)
             if best:
                 self._link("best", name)
             self._retire(name)
         except Exception as error:
-            reason = f"saving step {step} in {self.folder} failed ({type(error).__name__}: {error})"
+            what = "saving" if self.written != step else "deleting old checkpoints after"
+            reason = f"{what} step {step} in {self.folder} failed ({type(error).__name__}: {error})"
             self._failure = f"{reason}; training goes on, the next save tries again"
         finally:
             shutil.rmtree(beside, ignore_errors=True)  # there is none where all went well

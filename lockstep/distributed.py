@@ -99,15 +99,17 @@ class World:
 
 def first_to_fail() -> bool:
     """Whether no other rank has failed before: only the first failure is worth the user's eyes."""
-    if _failures is None:  # before ranks know each other they all find the same thing wrong
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            return True
-        threading.Event().wait(10)  # the launcher ends all at the first exit: let the one who speaks be that
-        return False
+    if _failures is None:  # before ranks know each other they mostly find the same thing wrong
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            threading.Event().wait(20)  # the launcher ends all at the first exit: let the one who speaks be that
+        return True  # still here: then the one who should have spoken has nothing to say
     try:
-        return _failures.add(_FAILED, 1) == 1
+        first = _failures.add(_FAILED, 1) == 1
     except Exception:  # the store died with the process that failed first
         return False
+    if not first:
+        threading.Event().wait(2)  # again: let the one who speaks be the first to end
+    return first
 
 
 def lost_contact(error: Exception) -> str | None:
@@ -117,7 +119,8 @@ def lost_contact(error: Exception) -> str | None:
         return None
     if any(sign in text for sign in ("imed out", "imeout")):
         return f"waited too long for another rank (--timeout): {text.splitlines()[0]}"
-    if any(sign in text for sign in ("onnection closed", "onnection reset", "roken pipe", "remote process exited")):
+    gone = ("onnection closed", "onnection reset", "ocket closed", "roken pipe", "remote process exited")
+    if any(sign in text for sign in gone):
         return "lost contact with another rank, which has ended"
     return None
 

@@ -66,12 +66,14 @@ def _start() -> tuple[str, str] | None:
     """The torchrun agent that started this process, and the process: the first outlives the second."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    here = socket.gethostname()
-    agent, worker = (
-        f"{here}/{process.pid}/{process.create_time():.2f}"
-        for process in (psutil.Process(os.getppid()), psutil.Process())
-    )
+    agent, worker = (f"{socket.gethostname()}/{pid}/{_begun(pid)}" for pid in (os.getppid(), os.getpid()))
     return agent, worker
+
+
+def _begun(pid: int) -> str:
+    """When a process began; by the kernel's ticks where there are any, which nobody sets like a clock."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else str(psutil.Process(pid).create_time())
 
 
 def _restarted(starts: list[tuple[str, str]], out: Path | None, runs: Path) -> Path | None:
@@ -113,10 +115,15 @@ def _from_path(path: Path, out: Path | None, runs: Path, report: Any) -> Place:
 def _fresh(runs: Path) -> Path:
     """A folder named after this moment that nobody has."""
     name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    taken = 1
-    while (runs / (name if taken == 1 else f"{name}-{taken}")).exists():
-        taken += 1
-    return runs / (name if taken == 1 else f"{name}-{taken}")
+    for folder in (runs / name, *(runs / f"{name}-{n}" for n in range(2, 1000))):
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError:  # it will be said by whoever writes there
+            return folder
+    raise ValueError(f"{runs} holds a thousand runs of this second; name another folder with --out")
 
 
 def _make(folder: Path) -> None:

@@ -334,6 +334,9 @@ class Trainer(Job):
             if self.world.is_main:
                 self.checkpoints.wait()
                 failure = self.checkpoints.failure()
+                if failure and self.checkpoints.written == self.step:
+                    self.say(failure)
+                    failure = None
             failure = self.world.broadcast(failure)
             if failure is None:
                 return

@@ -49,7 +49,7 @@ def watch(raises: bool = True) -> Iterator[Watched]:
     if dist.is_initialized():  # ranks that torch.multiprocessing started have nothing in their environment
         rank, world = dist.get_rank(), dist.get_world_size()
     watched = Watched()
-    with tempfile.TemporaryDirectory(prefix="lockstep-watch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lockstep-watch-", ignore_cleanup_errors=True) as folder:  # workers write
         recorder = Recorder(Path(folder), rank)
         patches = probes.install(recorder)
         recorder.write("start", None, argv=sys.argv, environment={})

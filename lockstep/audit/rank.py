@@ -8,10 +8,12 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from . import mapping, probes
@@ -41,6 +43,7 @@ def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
     """Be rank `rank` of the audited script; called in a process that was forked for it."""
     os.setsid()
     atexit._clear()  # what the parent wants done at its end
+    np.random.seed()  # as a process of its own would begin; Python's generator does so by itself
     _environment(order, rank, port)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -129,11 +132,13 @@ def _enough(recorder: Recorder, folder: Path) -> NoReturn:
 
 
 def _through(recorder: Recorder, folder: Path, status: int) -> NoReturn:
-    """Stay until all are through: a rank that ends takes the connections of the others with it."""
+    """Stay until all are through: a rank that ends takes the connections of the others with it. Or until the audit is
+    gone, which leaves its ranks to another parent."""
     sys.stdout.flush()
     sys.stderr.flush()
     recorder.file.flush()
-    (folder / f"rank{recorder.rank}.{DONE}").write_text(str(status))
-    while not (folder / GO).exists():
+    with suppress(FileNotFoundError):  # the folder is gone with the audit
+        (folder / f"rank{recorder.rank}.{DONE}").write_text(str(status))
+    while not (folder / GO).exists() and os.getppid() == recorder.parent:
         time.sleep(0.02)
     _exit(status)

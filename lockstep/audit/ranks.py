@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -51,25 +52,37 @@ def watch_ranks(order: Order, patience: float, limit: float) -> tuple[Trace, lis
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def free_port() -> int:
+    """A port that is free, and below those that the system gives to whoever asks for any: nobody else will take it
+    before it is used."""
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(limits.read_text().split()[0]) if limits.exists() else 32768
+    while True:
+        port = random.SystemRandom().randrange(min(10_000, first // 2), first)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
 @contextmanager
 def _started(order: Order, folder: Path) -> Iterator[list[int]]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    pids: list[int] = []
+    port, pids = free_port(), list[int]()
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         for number in range(order.nproc):
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # between fork and append it would leave a stray
             pid = os.fork()
             if pid == 0:
                 try:
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
                     one.live(order, number, port, folder)
                 except BaseException:  # a fault of the audit itself: it must be seen, and end here
                     traceback.print_exc()
                 finally:
                     os._exit(70)
             pids.append(pid)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         yield pids
     finally:
         for pid in pids:
@@ -90,23 +103,24 @@ def _wait(
     pids: list[int], folder: Path, patience: float, limit: float, by_cpu: bool
 ) -> Literal["through", "hung", "over"]:
     """Until all ranks are through, or nothing moves any more, or the time is over."""
-    begun = moved = time.monotonic()
-    seen, used, asked = -1, 0.0, begun
+    begun = now = asked = time.monotonic()
+    idle, seen, used = 0.0, -1, 0.0
     while True:
         time.sleep(_POLL)
-        now = time.monotonic()
+        last, now = now, time.monotonic()
+        idle += min(now - last, 1)  # a machine that stood still is no rank that does
         running = [pid for n, pid in enumerate(pids) if not (folder / f"rank{n}.{one.DONE}").exists() and _alive(pid)]
         if not running:
             return "through"
         size = sum(p.stat().st_size for p in folder.glob("*.jsonl"))
         if size != seen:
-            seen, moved = size, now
+            seen, idle = size, 0.0
         if now - asked > 1 and by_cpu:
             cpu = sum(_cpu(pid) for pid in running)
-            if cpu - used > _BUSY * (now - asked):
-                moved = now
+            if cpu - used > _BUSY * (now - asked) or any(_on_disk(pid) for pid in running):
+                idle = 0.0
             used, asked = cpu, now
-        if now - moved > patience:
+        if idle > patience:
             return "hung"
         if now - begun > limit:
             return "over"
@@ -127,6 +141,14 @@ def _cpu(pid: int) -> float:
         return 0.0
 
 
+def _on_disk(pid: int) -> bool:
+    """Whether a thread of a process waits for a disk, which is no hang however long it takes."""
+    with suppress(OSError):  # it has ended, or this is no Linux
+        stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return any(stat.rpartition(")")[2].split()[0] == "D" for stat in stats)
+    return False
+
+
 def _status(pid: int, folder: Path, number: int, cut: bool) -> int | None:
     """A rank's exit status; None if it had to be ended."""
     done = folder / f"rank{number}.{one.DONE}"
@@ -143,8 +165,11 @@ def _stacks(pids: list[int], folder: Path) -> dict[int, list[Site]]:
     hanging = [n for n, pid in enumerate(pids) if not (folder / f"rank{n}.{one.DONE}").exists() and _alive(pid)]
     for number in hanging:
         os.kill(pids[number], signal.SIGUSR2)
-    time.sleep(0.5)
-    return {number: _user_lines(_text(folder / f"rank{number}.stack")) for number in hanging}
+    dumps, before, deadline = [""], None, time.monotonic() + 5
+    while (dumps != before or not all(dumps)) and time.monotonic() < deadline:
+        time.sleep(0.3)
+        before, dumps = dumps, [_text(folder / f"rank{number}.stack") for number in hanging]
+    return {number: _user_lines(dump) for number, dump in zip(hanging, dumps, strict=True)}
 
 
 def _user_lines(dump: str) -> list[Site]:

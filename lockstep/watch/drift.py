@@ -24,7 +24,7 @@ def checksums(tensors: dict[str, Tensor]) -> dict[str, int]:
         small = t.numel() <= (_SMALL_ON_CPU if t.is_cpu else _SMALL_ON_GPU)
         alike.setdefault((t.shape, t.dtype, t.device) if small else name, []).append(name)
     names = [part for group in alike.values() for part in _parts(group, tensors[group[0]].numel())]
-    sums = [_sums([tensors[name].detach() for name in part]) for part in names]
+    sums = [_sums([tensors[name] for name in part]) for part in names]
     found = torch.cat([s.to(sums[0].device) for s in sums]).tolist() if sums else []
     by_name = dict(zip((name for part in names for name in part), found, strict=True))
     return {name: by_name[name] for name in tensors}

@@ -19,6 +19,7 @@ EXAMPLES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, command = EXAMPLES[name]

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from engine import lines, trainer
+from multi.ranks import free_port
 
 from lockstep import checkpoint
 from lockstep.config import Hardware
@@ -140,9 +141,9 @@ def test_a_real_lack_of_memory_is_met_by_smaller_pieces(tmp_path: Path) -> None:
 
 
 def start(world: int, flags: list[str]) -> None:
-    ranks = []
+    ranks, port = [], str(free_port())
     for rank in range(world):
         environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "NCCL_HOSTID": f"host{rank}"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_HOSTID": f"host{rank}"}
         ranks.append(subprocess.Popen([sys.executable, "-m", "lockstep", "train", *flags], env=environment))
     assert [rank.wait(timeout=400) for rank in ranks] == [0] * world

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny
 
@@ -134,17 +135,9 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"{text!r} never came: {read}\n{process.stderr.read() if process.stderr else ''}")
 
 
-def alive(marker: str) -> list[str]:
-    """Processes that have `marker` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if marker in words and "pytest" not in words:
-            found.append(words)
-    return found
+def alive(folder: Path) -> list[psutil.Process]:
+    """Processes that work in `folder`."""
+    return [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)]
 
 
 @pytest.mark.slow
@@ -159,7 +152,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, nproc: str) -> None:
     assert "Traceback" not in errors and errors.strip() == ""
     step = int(re.search(r"stopped by SIGINT after step (\d+)", rest).group(1))  # type: ignore[union-attr]
     assert (folder / f"here/checkpoints/step-{step:08d}/manifest.json").exists()
-    assert not alive(out)
+    assert not alive(folder)
     command = rest.split("go on with:")[1].split()
     done = run([*command, "--n_steps", str(step + 5)], folder)
     assert done.returncode == 0, done.stderr
@@ -194,7 +187,7 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_no_strays(folder: Path)
     assert process.returncode == 137
     assert "rank 1 was ended by SIGKILL" in errors
     assert "Traceback" not in errors, errors
-    assert not alive(out)
+    assert not alive(folder)
 
 
 BROKEN = """
@@ -221,7 +214,7 @@ def test_the_first_failure_is_the_one_that_is_seen(folder: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1 and "rank 1: Traceback" in done.stderr
     assert "the first failure" in done.stderr
-    assert not alive(str(folder))
+    assert not alive(folder)
 
 
 WRONG = {

@@ -1,7 +1,7 @@
 """Structure files: what the reader makes of them."""
 
 import gzip
-import multiprocessing
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ def peptide(number: int = 0) -> list[str]:
     """The lines of an embedded peptide as a PDB file."""
     chain = peptides("test", number + 1)[number]
     chain.name = "A"
-    path = Path(f"/tmp/lockstep-{multiprocessing.current_process().pid}.pdb")
-    write([chain], [torch.zeros(len(chain), 14)], path)
-    lines = path.read_text().splitlines()
-    path.unlink()
-    return lines
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "peptide.pdb"
+        write([chain], [torch.zeros(len(chain), 14)], path)
+        return path.read_text().splitlines()
 
 
 def line(name: str, residue: str, number: str, xyz: tuple[float, float, float] = (0, 0, 0), **how: Any) -> str:

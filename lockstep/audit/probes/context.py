@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ...watch.drift import checksums
 from ..trace import Recorder
 
-_ALWAYS = 4
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -38,8 +37,8 @@ def careful(look: Callable[_P, _T]) -> Callable[_P, _T | None]:
 
 
 def worth_a_look(n: int) -> bool:
-    """Whether the n-th step is one at which what costs something is looked at: the first few, then ever fewer."""
-    return n <= _ALWAYS or (n & (n - 1)) == 0 or n % 20 == 0
+    """Whether the n-th step is one at which what costs something is looked at: 0, 1, 2, 4, 8 …, and every twentieth."""
+    return (n & (n - 1)) == 0 or n % 20 == 0
 
 
 class Context:
@@ -136,12 +135,8 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def replicated(tensor: Tensor) -> Tensor | None:
     """The tensor as every rank should hold it; None for a shard, which is each rank's own."""
     placements = getattr(tensor, "placements", None)
+    if placements is not None:
+        return tensor.to_local() if all(p.is_replicate() for p in placements) else None  # type: ignore[attr-defined]
     if tensor.is_sparse:
         return tensor.detach().coalesce().values()
-    if tensor.is_quantized:
-        return tensor.int_repr().contiguous()
-    if placements is None:
-        return tensor.detach().contiguous()
-    if any(not p.is_replicate() for p in placements):
-        return None
-    return tensor.to_local().detach().contiguous()  # type: ignore[attr-defined]
+    return tensor.int_repr() if tensor.is_quantized else tensor

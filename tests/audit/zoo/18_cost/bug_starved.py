@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 def decode(i):
-    time.sleep(0.01)  # a large picture
+    time.sleep(0.03)  # a large picture
     return torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(i))
 
 
