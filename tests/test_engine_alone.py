@@ -96,10 +96,23 @@ def test_a_first_step_that_is_skipped_leaves_momentum_at_zero(tmp_path: Path) ->
 
 
 def test_a_failed_last_save_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
     run = trainer(World(), "Tiny", ["--n_steps", "2", "--out", str(tmp_path / "run")])
-    monkeypatch.setattr(run.checkpoints, "failure", lambda: "the disk is full")
-    with pytest.raises(NotSaved, match="after step 2 could not be saved: the disk is full"):
+    monkeypatch.setattr(checkpoint, "_fill", full)
+    with pytest.raises(NotSaved, match=r"after step 2 could not be saved: .*No space left"):
         run.fit()
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_no_failed_run(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    run = trainer(World(), "Tiny", ["--n_steps", "2", "--out", str(tmp_path / "run")])
+    monkeypatch.setattr(checkpoint.Checkpoints, "_retire", refuse)
+    assert run.fit().step == 2
+    assert "deleting old checkpoints after step 2" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_full_disk_does_not_stop_the_loop(tmp_path: Path) -> None:
