@@ -24,7 +24,7 @@ def test_weights_and_losses_do_not_depend_on_the_world(ranks, tmp_path: Path, re
     flags = [*STEPS, "--batch_size", "64", "--ema_decay", "0.99"]
     alone = train(World(), recipe, [*flags, "--out", str(tmp_path / "1")])
     expected = [line["loss"] for line in lines(tmp_path / "1") if "loss" in line]
-    for world in (2, 3, 4) if recipe in ("WithBatchNorm", "Uneven") else (3,):
+    for world in (2, 3, 4):
         out = tmp_path / str(world)
         weights = ranks(world)(train, recipe, [*flags, "--out", str(out)])
         assert apart(alone, weights[0]) < 1e-9

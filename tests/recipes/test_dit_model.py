@@ -4,7 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.recipes.dit.model import NAMES, SIZES, DiT, build, frequency_features, parse, sincos_positions
+from lockstep.recipes.dit.model import (
+    NAMES,
+    SIZES,
+    DiT,
+    build,
+    frequency_features,
+    parse,
+    sincos_positions,
+    to_image,
+    to_patches,
+)
 
 
 def tiny(registers: int = 0, qk_norm: bool = False, seed: int = 0, awake: bool = True) -> DiT:
@@ -91,10 +101,10 @@ def test_qk_norm_makes_attention_blind_to_the_length_of_queries_and_keys() -> No
 def test_patches_go_back_where_they_came_from() -> None:
     model = tiny()
     x, _, _ = inputs()
-    patches = model._to_patches(x)
+    patches = to_patches(x, model.patch)
     assert patches.shape == (3, 16, 12)
     assert torch.equal(patches[1, 6].view(3, 2, 2), x[1, :, 2:4, 4:6])  # token 6 of 4 a row: row 1, column 2
-    assert torch.equal(model._to_image(patches, 8), x)
+    assert torch.equal(to_image(patches, model.patch, 8), x)
 
 
 @pytest.mark.parametrize("what", ["time", "label", "place", "none"])

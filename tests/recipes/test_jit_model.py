@@ -179,14 +179,6 @@ def test_patches_are_squeezed_through_the_bottleneck() -> None:
     assert squeeze.bias is None
 
 
-def test_patches_go_back_where_they_came_from() -> None:
-    model = tiny()
-    x, _, _ = inputs()
-    patches = model._to_patches(x)
-    assert torch.equal(patches[1, 6].view(3, 2, 2), x[1, :, 2:4, 4:6])  # token 6 of 4 a row: row 1, column 2
-    assert torch.equal(model._to_image(patches, 8), x)
-
-
 @pytest.mark.parametrize("what", ["time", "label", "place", "none"])
 def test_the_output_depends_on_every_input(what: str) -> None:
     model = tiny()

@@ -130,6 +130,17 @@ class FinalLayer(nn.Module):
         return self.out(modulate(self.norm(x), shift, scale))
 
 
+def to_patches(x: Tensor, p: int) -> Tensor:
+    """(n, 3, S, S) to (n, L, 3·p·p), row by row."""
+    return x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def to_image(patches: Tensor, p: int, side: int) -> Tensor:
+    """(n, L, 3·p·p) back to (n, 3, S, S)."""
+    grid = patches.unflatten(2, (CHANNELS, p, p)).unflatten(1, (side // p, side // p))
+    return grid.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+
 class DiT(nn.Module):
     positions: Tensor
 
@@ -175,7 +186,7 @@ class DiT(nn.Module):
             nn.init.zeros_(linear.weight)
 
     def forward(self, x: Tensor, t: Tensor, label: Tensor) -> Tensor:
-        tokens = self.patchify(self._to_patches(x)) + self.positions
+        tokens = self.patchify(to_patches(x, self.patch)) + self.positions
         patches = tokens.shape[1]
         if self.registers is not None:
             tokens = torch.cat([tokens, self.registers.expand(len(x), -1, -1).to(tokens.dtype)], dim=1)
@@ -183,15 +194,4 @@ class DiT(nn.Module):
         condition = F.silu(self.time(frequency_features(t)) + self.label(label))
         for block in self.blocks:
             tokens = block(tokens, condition)
-        return self._to_image(self.final(tokens[:, :patches], condition), x.shape[-1])
-
-    def _to_patches(self, x: Tensor) -> Tensor:
-        """(n, 3, S, S) to (n, L, 3·p·p), row by row."""
-        p = self.patch
-        return x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-
-    def _to_image(self, patches: Tensor, side: int) -> Tensor:
-        """(n, L, 3·p·p) back to (n, 3, S, S)."""
-        p = self.patch
-        grid = patches.unflatten(2, (CHANNELS, p, p)).unflatten(1, (side // p, side // p))
-        return grid.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+        return to_image(self.final(tokens[:, :patches], condition), self.patch, x.shape[-1])

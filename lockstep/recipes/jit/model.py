@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..dit.model import CHANNELS, frequency_features, modulate, sincos_positions
+from ..dit.model import CHANNELS, frequency_features, modulate, sincos_positions, to_image, to_patches
 from ..dit.model import HeadNorm as Norm
 
 _FREQUENCY_FEATURES = 256
@@ -191,7 +191,7 @@ class JiT(nn.Module):
             nn.init.zeros_(linear.weight)
 
     def forward(self, z: Tensor, t: Tensor, label: Tensor) -> Tensor:
-        tokens = self.patchify(self._to_patches(z)) + self.positions
+        tokens = self.patchify(to_patches(z, self.patch)) + self.positions
         patches, extra = tokens.shape[1], len(self.cosine) - tokens.shape[1]
         of_class = self.label(label)
         # Every modulation begins with the same SiLU: it is computed once.
@@ -203,15 +203,4 @@ class JiT(nn.Module):
                 tokens = torch.cat([joining.to(tokens.dtype), tokens], dim=1)
                 cosine, sine = self.cosine, self.sine
             tokens = block(tokens, condition, cosine, sine)
-        return self._to_image(self.final(tokens[:, -patches:], condition), z.shape[-1])
-
-    def _to_patches(self, x: Tensor) -> Tensor:
-        """(n, 3, S, S) to (n, L, 3·p·p), row by row."""
-        p = self.patch
-        return x.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-
-    def _to_image(self, patches: Tensor, side: int) -> Tensor:
-        """(n, L, 3·p·p) back to (n, 3, S, S)."""
-        p = self.patch
-        grid = patches.unflatten(2, (CHANNELS, p, p)).unflatten(1, (side // p, side // p))
-        return grid.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+        return to_image(self.final(tokens[:, -patches:], condition), self.patch, z.shape[-1])
