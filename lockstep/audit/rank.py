@@ -1,6 +1,7 @@
 """One rank of an audit: the script, unmodified, with the probes installed before its first line."""
 
 import atexit
+import ctypes
 import faulthandler
 import os
 import runpy
@@ -20,6 +21,8 @@ from . import mapping, probes
 from .trace import SHARING, Recorder, Site, foreign
 
 _exit = os._exit
+_DEATH_OF_PARENT = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 DONE, GO = "done", "go"
 """Suffix of the file that says a rank is through, and the file that lets it end."""
 
@@ -42,6 +45,8 @@ class Order:
 def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
     """Be rank `rank` of the audited script; called in a process that was forked for it."""
     os.setsid()
+    with suppress(AttributeError):  # Linux's: killed, the audit leaves no ranks behind
+        ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
     atexit._clear()  # what the parent wants done at its end
     np.random.seed()  # as a process of its own would begin; Python's generator does so by itself
     _environment(order, rank, port)
@@ -132,13 +137,11 @@ def _enough(recorder: Recorder, folder: Path) -> NoReturn:
 
 
 def _through(recorder: Recorder, folder: Path, status: int) -> NoReturn:
-    """Stay until all are through: a rank that ends takes the connections of the others with it. Or until the audit is
-    gone, which leaves its ranks to another parent."""
+    """Stay until all are through: a rank that ends takes the connections of the others with it."""
     sys.stdout.flush()
     sys.stderr.flush()
     recorder.file.flush()
-    with suppress(FileNotFoundError):  # the folder is gone with the audit
-        (folder / f"rank{recorder.rank}.{DONE}").write_text(str(status))
-    while not (folder / GO).exists() and os.getppid() == recorder.parent:
+    (folder / f"rank{recorder.rank}.{DONE}").write_text(str(status))
+    while not (folder / GO).exists():
         time.sleep(0.02)
     _exit(status)

@@ -77,7 +77,7 @@ class Recorder:
         self.folder, self.rank = folder, rank
         self.on_gpu = False
         """Whether the script works on a GPU, or believes to: waits for the device mean something there."""
-        self.owner, self.parent = os.getpid(), os.getppid()
+        self.owner = os.getpid()
         self.hidden = threading.local()
         self._open()
 
