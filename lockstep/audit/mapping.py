@@ -87,7 +87,7 @@ _ANSWERS: dict[str, Any] = {
 
 
 def _asked_by_user() -> bool:
-    """Whether the script itself asks. Accelerate, Lightning and Lockstep find their own way to the CPU."""
+    """Whether the script itself asks. Accelerate and Lightning are told elsewhere, Lockstep finds its own way."""
     file = sys._getframe(2).f_code.co_filename
     return not foreign(file) and not file.startswith(_LOCKSTEP)
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from . import mapping, probes
+from . import frameworks, mapping, probes
 from .trace import SHARING, Recorder, Site, foreign
 
 _exit = os._exit
@@ -85,6 +85,7 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
     patches = probes.Patches()
     if order.mapped:
         mapping.install(recorder, patches, order.nproc)
+        frameworks.install(recorder, patches, order.nproc)
     probes.install(recorder, order.steps, lambda: _enough(recorder, folder))
     probes.start_ranks_here(patches, recorder)
     patches.wrap(os, "_exit", lambda original: lambda status: _leave(recorder, folder, status))

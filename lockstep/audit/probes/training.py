@@ -185,14 +185,14 @@ class Training:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         number = self._number(optimizer)
-        if number is None or self.context.recorder.is_hidden:
+        if number is None or self.context.recorder.is_hidden or self._only_fills(optimizer, number):
             return
         if self.counts.get(number, 0) == 0:
             self.recorder.write("weights", optimizer=number, n=0, sums=self._sums(optimizer) or {})
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         number = self._number(optimizer)
-        if number is None or self.context.recorder.is_hidden:
+        if number is None or self.context.recorder.is_hidden or self._only_fills(optimizer, number):
             return
         n = self.counts[number] = self.counts.get(number, 0) + 1
         seen: dict[str, Any] = {"optimizer": number, "n": n, "lr": _rates(optimizer), "backwards": self.since[number]}
@@ -238,6 +238,11 @@ class Training:
             self.unowned |= unowned
             seen["unowned"] = sorted(self.unowned)[:20]
         return seen
+
+    def _only_fills(self, optimizer: Optimizer, number: int) -> bool:
+        """Whether a step only makes the state that a checkpoint is to be read into, as torch's own do: with rate 0."""
+        rates = _rates(optimizer)
+        return not self.since[number] and bool(rates) and not any(rates)
 
     def _number(self, optimizer: Optimizer) -> int | None:
         return next((n for n, o in enumerate(self.context.optimizers) if o is optimizer), None)

@@ -17,7 +17,8 @@ _WAITING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__"
 def install(context: Context, patches: Patches) -> None:
     def watched(name: str, original: Function) -> Function:
         def wait(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if context.in_loop and (context.recorder.on_gpu or tensor.is_cuda) and not context.hidden:
+            of_device = context.recorder.on_gpu or tensor.is_cuda
+            if of_device and context.in_loop and not context.in_loader and not context.hidden:
                 frame: FrameType | None = sys._getframe(1)
                 while frame is not None and frame.f_code.co_filename.startswith(OURS):  # a watched print, say
                     frame = frame.f_back

@@ -1,0 +1,55 @@
+"""Accelerate and Lightning on a machine without a GPU: told to take the CPU, with as many processes as there are ranks.
+
+Left to themselves they would find no GPU, take one processor, and train alone in every rank.
+"""
+
+import inspect
+import os
+from functools import partial
+from typing import Any
+
+from .probes.patch import Function, Patches
+from .trace import Recorder
+
+_LIGHTNING = {
+    "lightning.pytorch.trainer.trainer": "Trainer",
+    "pytorch_lightning.trainer.trainer": "Trainer",
+    "lightning.fabric.fabric": "Fabric",
+    "lightning_fabric.fabric": "Fabric",
+}
+_HALF = {16: "bf16-mixed", "16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
+
+
+def install(recorder: Recorder, patches: Patches, ranks: int) -> None:
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    patches.when_imported("accelerate.accelerator", lambda m: patches.wrap(m.Accelerator, "__init__", _accelerate))
+    for module, name in _LIGHTNING.items():
+        around = partial(_lightning, recorder, ranks)
+        patches.when_imported(
+            module, lambda m, name=name, around=around: patches.wrap(vars(m)[name], "__init__", around)
+        )
+
+
+def _accelerate(original: Function) -> Function:
+    def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        asked = inspect.signature(original).bind(accelerator, *args, **kwargs)
+        if str(asked.arguments.get("mixed_precision")) == "fp16":
+            asked.arguments["mixed_precision"] = "bf16"
+        original(*asked.args, **asked.kwargs)
+
+    return __init__
+
+
+def _lightning(recorder: Recorder, ranks: int, original: Function) -> Function:
+    def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        asked = inspect.signature(original).bind(trainer, *args, **kwargs)
+        if asked.arguments.get("accelerator", "auto") in ("auto", "gpu", "cuda"):
+            recorder.write("device", op="framework", index=-1)
+            asked.arguments["accelerator"] = "cpu"
+            if asked.arguments.get("devices", "auto") not in (1, "1"):  # which is a wish to train alone
+                asked.arguments["devices"] = ranks
+            precision = asked.arguments.get("precision")
+            asked.arguments["precision"] = _HALF.get(precision, precision)
+        original(*asked.args, **asked.kwargs)
+
+    return __init__

@@ -1,0 +1,43 @@
+"""Accelerate and Lightning as people call them, who have GPUs, on a machine without."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from audit.zoo import ZOO, audited
+
+TRAINER = ZOO / "07_randomness/ok_lightning.py"
+CASES = {
+    "a trainer that finds its GPUs": (TRAINER, {'accelerator="cpu",': "", "devices=2,": "", 'strategy="ddp",': ""}, []),
+    "a trainer that asks for them": (
+        TRAINER,
+        {'accelerator="cpu",': 'accelerator="gpu", precision="16-mixed",', "devices=2,": "devices=-1,"},
+        [],
+    ),
+    "a trainer with one GPU": (TRAINER, {'accelerator="cpu",': 'accelerator="gpu",', "devices=2": "devices=1"}, ["crashed"]),
+    "accelerate": (
+        ZOO / "01_unsynchronised/ok_accelerate.py",
+        {"Accelerator(cpu=True)": 'Accelerator(mixed_precision="fp16")'},
+        [],
+    ),
+    "accelerate with what was not prepared": (
+        ZOO / "01_unsynchronised/bug_accelerate_unprepared.py",
+        {"Accelerator(cpu=True)": "Accelerator()"},
+        ["unsynchronised"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_ranks_of_a_framework_train_together_without_a_gpu(tmp_path: Path, case: str) -> None:
+    script, changes, expected = CASES[case]
+    text = script.read_text()
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    (tmp_path / "train.py").write_text(text)
+    assert audited(["train.py"], str(tmp_path)) == expected
