@@ -15,7 +15,7 @@ CASES = {
         {'accelerator="cpu",': 'accelerator="gpu", precision="16-mixed",', "devices=2,": "devices=-1,"},
         [],
     ),
-    "a trainer with one GPU": (TRAINER, {'accelerator="cpu",': 'accelerator="gpu",', "devices=2": "devices=1"}, ["crashed"]),
+    "one GPU": (TRAINER, {'accelerator="cpu"': 'accelerator="gpu"', "devices=2": "devices=1"}, ["crashed"]),
     "accelerate": (
         ZOO / "01_unsynchronised/ok_accelerate.py",
         {"Accelerator(cpu=True)": 'Accelerator(mixed_precision="fp16")'},
