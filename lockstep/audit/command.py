@@ -13,7 +13,7 @@ from .catalog import Finding
 from .judge import judge
 from .rank import Order
 from .ranks import watch_ranks
-from .trace import Trace, claim
+from .trace import Trace, claim, where
 
 
 @dataclass
@@ -124,9 +124,12 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
     spawn = rank.first("spawn")
     if spawn and spawn["nprocs"] != trace.world:
         remarks.append(f"the script would start {spawn['nprocs']} processes itself; it was watched on {trace.world}")
+    if started := rank.first("process"):
+        at = where(started)
+        remarks.append(f"the script starts processes of its own ({at}), which were not watched; mp.spawn's would be")
     if any(r["workers"] and r["start"] not in (None, "fork") for r in rank.of("loader")):
         remarks.append("loader workers that are not forked carry no probes: what they draw at random was not seen")
-    if not rank.of("loader"):
+    if rank.steps and not rank.of("loader"):
         remarks.append("no DataLoader was used: which samples a rank saw is known only from the model's inputs")
     return remarks
 

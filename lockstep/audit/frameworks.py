@@ -5,29 +5,33 @@ Left to themselves they would find no GPU, take one processor, and train alone i
 
 import inspect
 import os
+from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from .probes.patch import Function, Patches
 from .trace import Recorder
 
-_LIGHTNING = {
-    "lightning.pytorch.trainer.trainer": "Trainer",
-    "pytorch_lightning.trainer.trainer": "Trainer",
-    "lightning.fabric.fabric": "Fabric",
-    "lightning_fabric.fabric": "Fabric",
-}
+_LIGHTNING = (
+    ("Trainer", "lightning.pytorch.trainer.trainer"),
+    ("Trainer", "pytorch_lightning.trainer.trainer"),
+    ("Fabric", "lightning.fabric.fabric"),
+    ("Fabric", "lightning_fabric.fabric"),
+)
 _HALF = {16: "bf16-mixed", "16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 
 
 def install(recorder: Recorder, patches: Patches, ranks: int) -> None:
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    patches.when_imported("accelerate.accelerator", lambda m: patches.wrap(m.Accelerator, "__init__", _accelerate))
-    for module, name in _LIGHTNING.items():
-        around = partial(_lightning, recorder, ranks)
-        patches.when_imported(
-            module, lambda m, name=name, around=around: patches.wrap(vars(m)[name], "__init__", around)
-        )
+    patches.when_imported("accelerate.accelerator", partial(_wrap, patches, "Accelerator", _accelerate))
+    around = partial(_lightning, recorder, ranks)
+    for name, module in _LIGHTNING:
+        patches.when_imported(module, partial(_wrap, patches, name, around))
+
+
+def _wrap(patches: Patches, name: str, around: Callable[[Function], Function], module: ModuleType) -> None:
+    patches.wrap(vars(module)[name], "__init__", around)
 
 
 def _accelerate(original: Function) -> Function:

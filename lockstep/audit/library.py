@@ -52,6 +52,7 @@ def watch(raises: bool = True) -> Iterator[Watched]:
     with tempfile.TemporaryDirectory(prefix="lockstep-watch-", ignore_cleanup_errors=True) as folder:  # workers write
         recorder = Recorder(Path(folder), rank)
         patches = probes.install(recorder)
+        probes.keep_store(patches)
         recorder.write("start", None, argv=sys.argv, environment={})
         try:
             yield watched

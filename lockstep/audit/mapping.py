@@ -54,6 +54,7 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     patches.wrap(torch, "compile", _compile)
     patches.wrap(torch.autocast, "__init__", _autocast)
     patches.wrap(torch.amp.GradScaler, "__init__", _scaler)
+    patches.wrap(dist, "is_nccl_available", partial(_always, True))
     for name in ("init_process_group", "new_group"):
         patches.wrap(dist, name, _group)
     patches.wrap(DistributedDataParallel, "__init__", lambda original: _wrap(original, chosen))

@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import faulthandler
 import os
+import re
 import runpy
 import signal
 import sys
@@ -49,6 +50,7 @@ def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
         ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
     atexit._clear()  # what the parent wants done at its end
     np.random.seed()  # as a process of its own would begin; Python's generator does so by itself
+    torch.default_generator.seed()
     _environment(order, rank, port)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -86,8 +88,8 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
     if order.mapped:
         mapping.install(recorder, patches, order.nproc)
         frameworks.install(recorder, patches, order.nproc)
-    probes.install(recorder, order.steps, lambda: _enough(recorder, folder))
     probes.start_ranks_here(patches, recorder)
+    probes.install(recorder, order.steps, lambda: _enough(recorder, folder))
     patches.wrap(os, "_exit", lambda original: lambda status: _leave(recorder, folder, status))
     words = order.words
     recorder.write("start", None, argv=words, environment=_settings())
@@ -97,7 +99,7 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
             sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = list(words)
+            sys.argv = [*words, *_old_flag(words)]
             sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")
         recorder.write("end", None, how="done", status=0)
@@ -110,6 +112,13 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
         traceback.print_exc()
         recorder.write("end", _last_line(error), how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
         return 1
+
+
+def _old_flag(words: list[str]) -> list[str]:
+    """--local_rank, as launchers once passed it and torch.distributed.launch does, for a script that declares it."""
+    declared = re.search(r"""["'](--local[_-]rank)["']""", Path(words[0]).read_text(errors="replace"))
+    given = any(word.startswith(("--local_rank", "--local-rank")) for word in words)
+    return [f"{declared[1]}={os.environ['LOCAL_RANK']}"] if declared and not given else []
 
 
 def _settings() -> dict[str, str]:

@@ -24,7 +24,7 @@ from .trace import Site, Trace, foreign, read
 
 _POLL = 0.05
 _BUSY = 0.02
-"""Share of a core above which a process counts as getting on."""
+"""Share of a core above which, on the average, ranks count as getting on."""
 
 
 def watch_ranks(order: Order, patience: float, limit: float) -> tuple[Trace, list[str]]:
@@ -118,7 +118,7 @@ def _wait(
             seen, idle = size, 0.0
         if now - asked > 1 and by_cpu:
             cpu = sum(_cpu(pid) for pid in running)
-            if cpu - used > _BUSY * (now - asked) or any(_on_disk(pid) for pid in running):
+            if cpu - used > _BUSY * len(running) * (now - asked) or any(_on_disk(pid) for pid in running):
                 idle = 0.0
             used, asked = cpu, now
         if idle > patience:

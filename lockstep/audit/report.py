@@ -27,6 +27,8 @@ def headline(verdict: "Verdict") -> str:
     watched = f"{verdict.trace.world} ranks, {steps} steps"
     if not verdict.findings and (blind := len(verdict.trace.blind)):
         return f"nothing found, but {blind} probe{'s' * (blind > 1)} failed, see the notes ({watched})"
+    if not verdict.findings and steps == 0:
+        return f"nothing found, but no step was watched ({watched})"
     if not verdict.findings:
         whole = any(r.of("pass_end") for r in verdict.trace.ranks)
         return f"nothing found: the ranks train one model{' on all of the data' * whole} ({watched})"

@@ -168,6 +168,26 @@ def test_a_module_with_flags_and_a_script_of_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_that_starts_its_ranks_one_by_one_is_told_that_nothing_was_watched(tmp_path: Path) -> None:
+    script = """
+        from multiprocessing import Process
+
+        def train(rank):
+            pass
+
+        if __name__ == "__main__":
+            ranks = [Process(target=train, args=(rank,)) for rank in range(2)]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join()
+    """
+    done = audit(tmp_path, script)
+    assert done.returncode == 0 and "no step was watched" in done.stdout, done.stdout
+    assert f"processes of its own (train.py:{line_of(tmp_path, 'rank.start()')})" in done.stdout
+
+
+@pytest.mark.slow
 def test_an_installed_module_is_the_users_too(tmp_path: Path) -> None:
     package = tmp_path / "site-packages" / "bought"
     package.mkdir(parents=True)

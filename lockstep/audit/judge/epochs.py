@@ -1,7 +1,7 @@
 """A new order in every epoch, the same on all ranks."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from ..catalog import Finding, finding
 from ..trace import Trace, where
@@ -19,9 +19,11 @@ def judge(trace: Trace) -> Iterator[Finding]:
     training = [one for one in passes(trace.ranks[0]) if one.trains and one.index]
     if trace.world > 1 and not together(trace):
         return
-    for before, after in pairwise(training):
+    sites = dict.fromkeys(one.at for one in training)  # a look at one batch elsewhere is no epoch
+    for before, after in chain.from_iterable(pairwise([one for one in training if one.at == at]) for at in sites):
         n = min(len(before.index), len(after.index))
-        if before.at != after.at or n < 8 or not before.ended or before.loader["size"] != after.loader["size"]:
+        shuffled = not before.loader["in_order"]
+        if n < 8 or not before.ended or before.loader["size"] != after.loader["size"] or not shuffled:
             continue
         if before.index[:n] == after.index[:n] and before.index[:n] != sorted(before.index[:n]):
             cure = "its sampler has set_epoch, " if before.loader["follows_epochs"] else ""

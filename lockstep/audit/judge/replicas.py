@@ -69,7 +69,8 @@ def _cause(trace: Trace, step: Record, name: str, same_start: bool) -> tuple[Sit
         return where(step), f"{loose[0]}{more} is trained, but outside of what DDP or FSDP synchronises"
     if not wraps and not rank.of("fsdp") and not same_start:
         return where(step), "they start from different weights, and nothing makes them equal"
-    if not wraps and not rank.of("fsdp") and not any(c["op"] != "barrier" for c in rank.of("collective")):
+    idle = ("barrier", "init_process_group", "destroy_process_group", "new_group")
+    if not wraps and not rank.of("fsdp") and all(c["op"] in idle for c in rank.of("collective")):
         return where(step), "nothing synchronises gradients: no DDP, no FSDP, no collective"
     return where(step), f"{name} differs"
 
@@ -124,7 +125,9 @@ def _buffers(trace: Trace) -> Iterator[Finding]:
 
 def _training(trace: Trace) -> Iterator[Finding]:
     ends = [rank.first("end") for rank in trace.ranks]
-    if all(e and e["how"] != "crash" and e["status"] == 0 for e in ends) and not any(r.steps for r in trace.ranks):
+    elsewhere = any(rank.of("process") for rank in trace.ranks)
+    well = all(e and e["how"] != "crash" and e["status"] == 0 for e in ends)
+    if well and not elsewhere and not any(r.steps for r in trace.ranks):
         optimizer = trace.ranks[0].first("optimizer")
         backwards = len(trace.ranks[0].of("backward"))
         seen = f"{len(trace.ranks[0].of('batch'))} batches, {backwards // 2} backward passes, no optimizer step"

@@ -96,7 +96,7 @@ def judge(trace: Trace) -> Iterator[Finding]:
     groups = together(trace)
     if trace.world > 1:
         for group in groups:
-            yield from _streams(group) if group[0].loader["streams"] else _shards(group, trace.world)
+            yield from _streams(group) if group[0].loader["streams"] else _shards(group, trace)
         yield from _splits(groups)
         yield from _metrics(groups, trace)
         if not any(g[0].trains for g in groups):
@@ -109,13 +109,13 @@ def sliced(one: Pass, world: int) -> bool:
     return 0 < one.fed * world <= one.rows + world - 1
 
 
-def _shards(group: list[Pass], world: int) -> Iterator[Finding]:
-    lists = [one.index for one in group]
+def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
+    lists, world = [one.index for one in group], trace.world
     if not all(lists) or any(len(set(i)) < 0.9 * len(i) for i in lists):
         return  # nothing known, or drawn with replacement
     if all(one.ended for one in group) and _exactly_once(lists, group[0].loader):
         return
-    if group[0].trains and sliced(group[0], world):
+    if (group[0].trains and sliced(group[0], world)) or _own_sets(group, trace):
         return
     counts = Counter(i for part in lists for i in set(part))
     twice = [i for i, n in counts.items() if n > 1]
@@ -132,6 +132,18 @@ def _shards(group: list[Pass], world: int) -> Iterator[Finding]:
         again = f"sample {twice[0]} on ranks {_holders(lists, twice[0])}"
         yield finding("padded-evaluation", what, at, seen, again)
     yield from _unseen(group, counts, world)
+
+
+def _own_sets(group: list[Pass], trace: Trace) -> bool:
+    """Whether the data sets of the ranks are parts of one, each numbered by itself: no number stands for the same
+    sample on two of them, and that is not because something was drawn for it."""
+    files = [records for rank in trace.ranks for records in (rank.records, *rank.workers)]
+    drawn = any(r["drawn"] for records in files for r in records if r["kind"] == "fetch")
+    if drawn or any(len(one.index) != len(one.hashes) for one in group):
+        return False
+    tables = [dict(zip(one.index, one.hashes, strict=True)) for one in group]
+    shared = set.intersection(*(set(table) for table in tables))
+    return len(shared) >= 8 and all(len({table[i] for table in tables}) == len(tables) for i in shared)
 
 
 def _holders(lists: list[list[int]], sample: int) -> str:

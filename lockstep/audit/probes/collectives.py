@@ -25,6 +25,10 @@ def install(context: Context, patches: Patches) -> None:
         patches.wrap(dist, name, partial(_watched, context, name))
     for name in ("init_process_group", "destroy_process_group"):
         patches.wrap(dist, name, partial(_watched, context, name))
+
+
+def keep_store(patches: Patches) -> None:
+    """For after the group is gone. A group that is made anew then meets what the old one has left in it."""
     patches.wrap(dist, "init_process_group", lambda original: _keep_store(patches, original))
     if dist.is_initialized():
         patches.store = dist.distributed_c10d._get_default_store()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, Subset
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -85,6 +85,7 @@ class Data:
             "sampler": type(loader.sampler).__name__ if hasattr(loader, "sampler") else None,
             "drops": bool(loader.drop_last),
         }
+        seen["in_order"] = _in_order(loader)
         with_epochs = [s for s in (loader.sampler, loader.batch_sampler) if hasattr(s, "set_epoch")]
         seen["follows_epochs"] = bool(with_epochs)
         return seen
@@ -201,6 +202,13 @@ def _start_method(loader: DataLoader[Any]) -> str | None:
     """How its workers are started; None if nobody has said so yet, and asking must not settle it."""
     context = loader.multiprocessing_context or torch.multiprocessing
     return context.get_start_method(allow_none=True)
+
+
+def _in_order(loader: DataLoader[Any]) -> bool:
+    """Whether nobody wants the samples in another order."""
+    if loader.batch_size is None and loader.batch_sampler is not None:  # one of the script's own
+        return False
+    return isinstance(loader.sampler, SequentialSampler) or getattr(loader.sampler, "shuffle", None) is False
 
 
 def _length(thing: Any) -> int | None:

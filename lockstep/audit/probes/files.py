@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +16,8 @@ from ..trace import site
 from .context import Context, careful
 from .patch import Function, Patches
 
-_PROGRESS = ("epoch", "step", "iteration", "global_step", "start_epoch")
-"""Names under which a checkpoint says how far training was."""
+_PROGRESS = re.compile(r"epoch|step|iter", re.IGNORECASE)
+"""In names under which a checkpoint says how far training was."""
 
 
 def install(context: Context, patches: Patches) -> None:
@@ -66,7 +67,8 @@ class Files:
 
     @careful
     def _loaded(self, obj: Any, path: Path) -> None:
-        progress = [key for key in _PROGRESS if isinstance(obj, dict) and key in obj]
+        entries = obj.items() if isinstance(obj, dict) else ()
+        progress = [k for k, v in entries if isinstance(k, str) and type(v) is int and _PROGRESS.search(k)]
         self.recorder.write("load", path=str(path), progress=progress, **_contents(obj))
 
     def move(self, original: Function) -> Function:
