@@ -126,7 +126,7 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
         remarks.append(f"the script would start {spawn['nprocs']} processes itself; it was watched on {trace.world}")
     if started := rank.first("process"):
         at = where(started)
-        remarks.append(f"the script starts processes of its own ({at}), which were not watched; mp.spawn's would be")
+        remarks.append(f"the script starts processes of its own ({at}), which were not watched")
     if any(r["workers"] and r["start"] not in (None, "fork") for r in rank.of("loader")):
         remarks.append("loader workers that are not forked carry no probes: what they draw at random was not seen")
     if rank.steps and not rank.of("loader"):

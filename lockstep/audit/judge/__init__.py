@@ -26,7 +26,7 @@ CAUSES = {
     "collective-mismatch": {"hangs", "crashed"},
     "differing-epoch": {"repeated-samples", "unseen-samples"},
     "differing-splits": {"padded-evaluation", "overlapping-splits", "repeated-samples", "unseen-samples"},
-    "foreign-parameters": {"nothing-changed", "no-gradient", "untrained-parameters"},
+    "foreign-parameters": {"nothing-changed", "no-gradient", "untrained-parameters", "unsynchronised"},
     "nothing-left-to-train": {"no-steps"},
     "repeated-samples": {"unseen-samples", "unsharded-stream"},
     "several-writers": {"in-place-checkpoint"},

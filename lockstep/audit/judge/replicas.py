@@ -67,6 +67,8 @@ def _cause(trace: Trace, step: Record, name: str, same_start: bool) -> tuple[Sit
     if loose:
         more = f" and {len(loose) - 1} more" if len(loose) > 1 else ""
         return where(step), f"{loose[0]}{more} is trained, but outside of what DDP or FSDP synchronises"
+    if wraps and not same_start:
+        return where(step), "DDP made their weights equal, and something changed them before the first step"
     if not wraps and not rank.of("fsdp") and not same_start:
         return where(step), "they start from different weights, and nothing makes them equal"
     idle = ("barrier", "init_process_group", "destroy_process_group", "new_group")
