@@ -86,7 +86,7 @@ class Checkpoints:
         return message
 
     def _write(self, step: int, tensors: Tensors, state: str, best: bool, final: bool) -> None:
-        name = f"step-{step:08d}"
+        name, self.written = f"step-{step:08d}", None
         beside = self.folder / f".{name}.{os.getpid()}.tmp"
         try:
             best = best or name in self._bests()  # the best one, saved again, is still the best
@@ -99,7 +99,7 @@ class Checkpoints:
                 self._link("best", name)
             self._retire(name)
         except Exception as error:
-            what = "saving" if self.written != step else "deleting old checkpoints after"
+            what = "saving" if self.written is None else "deleting old checkpoints after"
             reason = f"{what} step {step} in {self.folder} failed ({type(error).__name__}: {error})"
             self._failure = f"{reason}; training goes on, the next save tries again"
         finally:

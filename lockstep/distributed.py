@@ -102,7 +102,7 @@ def first_to_fail() -> bool:
     if _failures is None:  # before ranks know each other they mostly find the same thing wrong
         if os.environ.get("LOCAL_RANK", "0") != "0":
             threading.Event().wait(20)  # the launcher ends all at the first exit: let the one who speaks be that
-        return True  # still here: then the one who should have spoken has nothing to say
+        return True  # and it is still here: nobody was ended, so perhaps nobody has spoken
     try:
         first = _failures.add(_FAILED, 1) == 1
     except Exception:  # the store died with the process that failed first

@@ -50,10 +50,11 @@ def _lightning(recorder: Recorder, ranks: int, original: Function) -> Function:
         if asked.arguments.get("accelerator", "auto") in ("auto", "gpu", "cuda"):
             recorder.write("device", op="framework", index=-1)
             asked.arguments["accelerator"] = "cpu"
-            if asked.arguments.get("devices", "auto") not in (1, "1"):  # which is a wish to train alone
-                asked.arguments["devices"] = ranks
-            precision = asked.arguments.get("precision")
-            asked.arguments["precision"] = _HALF.get(precision, precision)
+            devices = asked.arguments.get("devices", "auto")
+            if devices not in (1, "1") and not (isinstance(devices, list) and len(devices) == 1):  # not to train alone
+                asked.arguments |= {"devices": ranks, "num_nodes": 1}
+            if asked.arguments.get("precision") in _HALF:
+                asked.arguments["precision"] = _HALF[asked.arguments["precision"]]
         original(*asked.args, **asked.kwargs)
 
     return __init__

@@ -4,7 +4,6 @@ import atexit
 import ctypes
 import faulthandler
 import os
-import re
 import runpy
 import signal
 import sys
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from . import frameworks, mapping, probes
+from .source import declared_flag
 from .trace import SHARING, Recorder, Site, foreign
 
 _exit = os._exit
@@ -99,7 +99,7 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
             sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = [*words, *_old_flag(words)]
+            sys.argv = [words[0], *_old_flag(words), *words[1:]]
             sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")
         recorder.write("end", None, how="done", status=0)
@@ -116,9 +116,10 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
 
 def _old_flag(words: list[str]) -> list[str]:
     """--local_rank, as launchers once passed it and torch.distributed.launch does, for a script that declares it."""
-    declared = re.search(r"""["'](--local[_-]rank)["']""", Path(words[0]).read_text(errors="replace"))
-    given = any(word.startswith(("--local_rank", "--local-rank")) for word in words)
-    return [f"{declared[1]}={os.environ['LOCAL_RANK']}"] if declared and not given else []
+    flags = ("--local_rank", "--local-rank")
+    declared = declared_flag(words[0], flags)
+    given = any(word.startswith(flags) for word in words)
+    return [f"{declared}={os.environ['LOCAL_RANK']}"] if declared and not given else []
 
 
 def _settings() -> dict[str, str]:

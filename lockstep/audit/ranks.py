@@ -37,9 +37,8 @@ def watch_ranks(order: Order, patience: float, limit: float) -> tuple[Trace, lis
             hung = end == "hung"
             stacks = _stacks(pids, folder) if hung else {}
             statuses = [_status(pid, folder, number, end != "through") for number, pid in enumerate(pids)]
-            for pid in (
-                pids if end != "through" else []
-            ):  # one that is killed makes others fail: they must not write that down
+            # One that is killed makes others fail: they must not write that down.
+            for pid in pids if end != "through" else []:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
             ranks = read(folder, order.nproc, statuses)

@@ -51,8 +51,9 @@ def claim(package: str | None) -> None:
     """Take the installed package of a module for the user's, and no other: it is what is audited. None: a script is."""
     _own.clear()
     _foreign.clear()
-    starter = package is None or package.partition(".")[0] == "torch" or package == "lockstep.audit.call"
-    if package is None or starter:  # what it starts is audited
+    if package is None:
+        return
+    if package.partition(".")[0] == "torch" or package == "lockstep.audit.call":  # they only start what is audited
         return
     spec = importlib.machinery.PathFinder.find_spec(package.partition(".")[0], [str(Path.cwd()), *sys.path])
     if spec is not None:

@@ -168,7 +168,7 @@ def test_a_module_with_flags_and_a_script_of_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_starts_its_ranks_one_by_one_is_told_that_nothing_was_watched(tmp_path: Path) -> None:
+def test_processes_beside_the_ranks_are_said_to_be_unwatched(tmp_path: Path) -> None:
     script = """
         from multiprocessing import Process
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.audit.judge.source import asks
+from lockstep.audit.probes.files import _PROGRESS
 from lockstep.audit.probes.tensors import row_hashes
+from lockstep.audit.source import asks, declared_flag
 
 ASKED = {
     "at once": "torch.load(p)['epoch']",
@@ -18,6 +19,12 @@ ASKED = {
     "in a function": "def go(n, *, state):\n    return state['epoch']\ngo(1, state=torch.load(p))",
     "in a method": "class Run:\n    def go(self, state):\n        return state['epoch']\nRun().go(torch.load(p))",
     "used before it is defined": "def go():\n    c = read()\n    c['epoch']\ndef read():\n    return torch.load(p)",
+}
+ASKED |= {
+    "if there is one": "c = torch.load(p) if p else None\nif c:\n    start = c['epoch']",
+    "of a copy": "c = dict(torch.load(p))\nc['epoch']",
+    "of one of two": "def read(p):\n    return torch.load(p)\nc, name = read(p)\nc['epoch']",
+    "under another name": "import torch as T\nc = T.load(p)\nc['epoch']",
 }
 NOT_ASKED = {
     "other entries": "c = torch.load(p)\nmodel.load_state_dict(c['model'])",
@@ -40,6 +47,24 @@ def test_a_script_that_asks_a_checkpoint_how_far_it_was(tmp_path: Path, way: str
 def test_a_script_that_does_not_ask_it(tmp_path: Path, way: str) -> None:
     (tmp_path / "train.py").write_text(NOT_ASKED[way])
     assert asks([str(tmp_path / "train.py")], ["step", "epoch"]) is False
+
+
+FLAGS = ("--local_rank", "--local-rank")
+
+
+def test_a_flag_is_declared_where_a_parser_is_told_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("parser.add_argument('--local-rank', type=int)")
+    assert declared_flag(str(script), FLAGS) == "--local-rank"
+    script.write_text("# parser.add_argument('--local_rank')  torchrun sets it now\nrun(['x.py', '--local_rank'])")
+    assert declared_flag(str(script), FLAGS) is None
+
+
+def test_names_that_say_how_far_training_was() -> None:
+    for name in ("epoch", "global_step", "EPOCHS_RUN", "iter_num", "finished_epoch", "iteration", "steps"):
+        assert _PROGRESS.fullmatch(name), name
+    for name in ("timesteps", "warmup_steps", "num_epochs", "max_iter", "steps_per_epoch", "criterion", "n_steps"):
+        assert not _PROGRESS.fullmatch(name), name
 
 
 def test_files_are_read_together_and_what_cannot_be_read_says_nothing(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def _depends_on_rank(at: Site | None) -> bool:
 def _uneven(trace: Trace) -> Finding | None:
     if trace.over or any(rank.first("join") for rank in trace.ranks) or any(_own_crash(rank) for rank in trace.ranks):
         return None
+    if any(spawn["nprocs"] < trace.world for spawn in trace.ranks[0].of("spawn")):  # some have nothing to do
+        return None
     backwards = [sum(b["phase"] == "in" for b in rank.of("backward")) for rank in trace.ranks]
     steps = [len(rank.steps) for rank in trace.ranks]
     if len(set(backwards)) == 1 and len(set(steps)) == 1:

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ..catalog import Finding, finding
+from ..source import asks
 from ..trace import Rank, Record, Trace, where
-from .source import asks
 
 
 def judge(trace: Trace) -> Iterator[Finding]:

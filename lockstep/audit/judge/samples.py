@@ -11,6 +11,7 @@ from ..catalog import Finding, finding
 from ..trace import Rank, Record, Site, Trace, where
 
 _MUCH = 0.1
+_ENOUGH = 8
 """Share of a pass above which repeated samples are no rounding to whole batches."""
 
 
@@ -135,15 +136,20 @@ def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
 
 
 def _own_sets(group: list[Pass], trace: Trace) -> bool:
-    """Whether the data sets of the ranks are parts of one, each numbered by itself: no number stands for the same
-    sample on two of them, and that is not because something was drawn for it."""
-    files = [records for rank in trace.ranks for records in (rank.records, *rank.workers)]
-    drawn = any(r["drawn"] for records in files for r in records if r["kind"] == "fetch")
-    if drawn or any(len(one.index) != len(one.hashes) for one in group):
+    """Whether the data sets of the ranks are parts of one, each numbered by itself: nothing that a rank was given is on
+    another, whatever its number; and a number that came again stood for the same, so that nothing is drawn for it."""
+    given = Counter(content for one in group for content in set(one.hashes))
+    if not given or max(given.values()) > 1:
         return False
-    tables = [dict(zip(one.index, one.hashes, strict=True)) for one in group]
-    shared = set.intersection(*(set(table) for table in tables))
-    return len(shared) >= 8 and all(len({table[i] for table in tables}) == len(tables) for i in shared)
+    known: dict[tuple[int, int], set[int]] = {}
+    again = 0
+    for rank in trace.ranks:
+        for one in passes(rank):
+            if one.at == group[0].at and len(one.index) == len(one.hashes):
+                for place, content in zip(one.index, one.hashes, strict=True):
+                    again += (rank.number, place) in known
+                    known.setdefault((rank.number, place), set()).add(content)
+    return again >= _ENOUGH and all(len(contents) == 1 for contents in known.values())
 
 
 def _holders(lists: list[list[int]], sample: int) -> str:

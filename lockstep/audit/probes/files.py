@@ -1,6 +1,7 @@
 """Checkpoints written and read, values logged, settings in the environment."""
 
 import builtins
+import operator
 import os
 import re
 import shutil
@@ -16,8 +17,11 @@ from ..trace import site
 from .context import Context, careful
 from .patch import Function, Patches
 
-_PROGRESS = re.compile(r"epoch|step|iter", re.IGNORECASE)
-"""In names under which a checkpoint says how far training was."""
+_PROGRESS = re.compile(
+    r"(?!num_|max_|total_|n_|warmup_|.*_per_)(.+_)?(epoch|step|iter(ation)?)s?(_(run|num|idx|count|done))?",
+    re.IGNORECASE,
+)
+"""Names under which a checkpoint says how far training was."""
 
 
 def install(context: Context, patches: Patches) -> None:
@@ -68,7 +72,7 @@ class Files:
     @careful
     def _loaded(self, obj: Any, path: Path) -> None:
         entries = obj.items() if isinstance(obj, dict) else ()
-        progress = [k for k, v in entries if isinstance(k, str) and type(v) is int and _PROGRESS.search(k)]
+        progress = [k for k, v in entries if isinstance(k, str) and _PROGRESS.fullmatch(k) and _is_count(v)]
         self.recorder.write("load", path=str(path), progress=progress, **_contents(obj))
 
     def move(self, original: Function) -> Function:
@@ -122,6 +126,13 @@ class Files:
             original(environment, name, value)
 
         return __setitem__
+
+
+def _is_count(value: Any) -> bool:
+    try:
+        return operator.index(value) >= 0 and not isinstance(value, bool)
+    except (TypeError, RuntimeError):
+        return False
 
 
 def _contents(obj: Any) -> dict[str, Any]:

@@ -241,8 +241,7 @@ class Training:
 
     def _only_fills(self, optimizer: Optimizer, number: int) -> bool:
         """Whether a step only makes the state that a checkpoint is to be read into, as torch's own do: with rate 0."""
-        rates = _rates(optimizer)
-        return not self.since[number] and bool(rates) and not any(rates)
+        return not self.since[number] and bool(rates := _rates(optimizer)) and not any(rates)
 
     def _number(self, optimizer: Optimizer) -> int | None:
         return next((n for n, o in enumerate(self.context.optimizers) if o is optimizer), None)

@@ -12,9 +12,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def train(rank, world):
+def setup(rank, world):
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "29500"
     dist.init_process_group("gloo", rank=rank, world_size=world)
+
+
+def train(rank, world):
+    setup(rank, world)
     torch.manual_seed(0)
     x = torch.arange(128.0).view(-1, 1) / 128
     data = TensorDataset(x, x.square())
@@ -27,7 +31,6 @@ def train(rank, world):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,22 @@
 """What the user's source says that no record shows: read as a tree, so that comments and strings do not count."""
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def declared_flag(file: str, flags: tuple[str, ...]) -> str | None:
+    """Which of `flags` a script's parser declares."""
+    tree = _parsed(file)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Call) and _name(node.func) in ("add_argument", "option"):
+            found = [a.value for a in node.args if isinstance(a, ast.Constant) and a.value in flags]
+            if found:
+                return str(found[0])
+    return None
 
 
 def asks(files: Iterable[str], names: Iterable[str]) -> bool | None:
@@ -27,33 +41,43 @@ class _Loaded:
     what it loaded, and what is passed to a function is in it what it was outside."""
 
     def __init__(self, nodes: list[ast.AST]):
+        imports = [a for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name == "torch"]
+        self.calls = {"load", "torch.load", *(f"{a.asname}.load" for a in imports if a.asname)}
         self.loaders, self.holders = set[str](), set[str]()
-        functions = [n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        self.functions = defaultdict[str, list[_Function]](list)
+        for node in nodes:
+            if isinstance(node, _Function):
+                self.functions[node.name].append(node)
         before = -1
         while before != (before := len(self.loaders) + len(self.holders)):
-            for function in functions:
-                returns = (n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value)
-                if any(self(value) for value in returns):
-                    self.loaders.add(function.name)
+            for name, functions in self.functions.items():
+                ends = (n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return))
+                if any(end.value is not None and self(end.value) for end in ends):
+                    self.loaders.add(name)
             for node in nodes:
-                self._follow(node, functions)
+                self._follow(node)
 
-    def _follow(self, node: ast.AST, functions: list[ast.FunctionDef | ast.AsyncFunctionDef]) -> None:
+    def _follow(self, node: ast.AST) -> None:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value and self(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            self.holders |= {name for target in targets if (name := _name(target))}
+            parts = [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
+            self.holders |= {name for part in parts if (name := _name(part))}
         if isinstance(node, ast.Call):
-            passed = [n for n, value in enumerate(node.args) if self(value)]
-            for function in functions:
-                own = [a.arg for a in function.args.args]
-                own = own[1:] if own[:1] == ["self"] else own
-                if function.name == _name(node.func):
-                    self.holders |= {own[n] for n in passed if n < len(own)}
-                    self.holders |= {k.arg for k in node.keywords if k.arg and self(k.value)}
+            for function in self.functions.get(_name(node.func) or "", ()):
+                own = [a.arg for a in function.args.args if a.arg != "self"]
+                passed = [n for n, value in enumerate(node.args) if self(value)]
+                self.holders |= {own[n] for n in passed if n < len(own)}
+                self.holders |= {k.arg for k in node.keywords if k.arg and self(k.value)}
 
     def __call__(self, expression: ast.AST) -> bool:
         if isinstance(expression, ast.Call):
-            return _name(expression.func) in self.loaders or ast.unparse(expression.func) in ("torch.load", "load")
+            name = _name(expression.func)
+            copied = name == "dict" and any(self(a) for a in expression.args)
+            return copied or name in self.loaders or ast.unparse(expression.func) in self.calls
+        if isinstance(expression, ast.IfExp):
+            return self(expression.body) or self(expression.orelse)
+        if isinstance(expression, ast.BoolOp):
+            return any(self(value) for value in expression.values)
         return _name(expression) in self.holders
 
 
