@@ -136,10 +136,11 @@ def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
 
 
 def _own_sets(group: list[Pass], trace: Trace) -> bool:
-    """Whether the data sets of the ranks are parts of one, each numbered by itself: nothing that a rank was given is on
-    another, whatever its number; and a number that came again stood for the same, so that nothing is drawn for it."""
+    """Whether the data sets of the ranks are parts of one, each numbered by itself: ranks have the same numbers, and yet
+    nothing that one was given is on another; and a number that came again stood for the same: nothing is drawn."""
     given = Counter(content for one in group for content in set(one.hashes))
-    if not given or max(given.values()) > 1:
+    numbers = Counter(place for one in group for place in set(one.index))
+    if not given or max(given.values()) > 1 or sum(n > 1 for n in numbers.values()) < _ENOUGH:
         return False
     known: dict[tuple[int, int], set[int]] = {}
     again = 0
