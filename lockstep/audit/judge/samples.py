@@ -136,7 +136,7 @@ def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
 
 
 def _own_sets(group: list[Pass], trace: Trace) -> bool:
-    """Whether the data sets of the ranks are parts of one, each numbered by itself: ranks have the same numbers, and yet
+    """Whether the data sets of the ranks are parts of one, each numbered by itself: ranks have the same numbers, yet
     nothing that one was given is on another; and a number that came again stood for the same: nothing is drawn."""
     given = Counter(content for one in group for content in set(one.hashes))
     numbers = Counter(place for one in group for place in set(one.index))
