@@ -48,8 +48,6 @@ class Verdict:
     words: list[str]
     trace: Trace
     findings: list[Finding]
-    printed: list[str]
-    """What each rank wrote to its standard output and error."""
     notes: list[str]
     """Where what was watched is not quite what the script would do elsewhere."""
 
@@ -76,10 +74,10 @@ def examine(script: list[str], options: Audit) -> Verdict:
     _check(script)
     claim(script[1] if script[0] == "-m" else None)
     order, notes = _order(script, options)
-    trace, printed = watch_ranks(order, options.patience, options.limit)
+    trace = watch_ranks(order, options.patience, options.limit)
     if _scales_by_world(trace, script) and order.nproc > 1:
-        trace.alone, _ = watch_ranks(replace(order, nproc=1, steps=1), options.patience, options.limit)
-    return Verdict(script, trace, judge(trace), printed, notes + _remarks(trace, order))
+        trace.alone = watch_ranks(replace(order, nproc=1, steps=1), options.patience, options.limit)
+    return Verdict(script, trace, judge(trace), notes + _remarks(trace, order))
 
 
 def _check(script: list[str]) -> None:
@@ -101,8 +99,8 @@ def _order(script: list[str], options: Audit) -> tuple[Order, list[str]]:
     notes = []
     if shares:
         notes.append(
-            f"{options.nproc} ranks share one GPU (LOCAL_RANK is 0 for all, NCCL over sockets): which device a rank "
-            "would choose by itself is not seen, and timings mean nothing"
+            f"{options.nproc} ranks share one GPU, each as if on a machine of its own (NCCL over sockets): "
+            "which device a rank would choose by itself is not seen, and timings mean nothing"
         )
     return Order(script, options.nproc, options.steps, mapped, shares), notes
 
@@ -116,8 +114,10 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
         remarks.append(
             "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"
         )
-    if order.mapped and rank.of("device") and any((r.first("end") or {}).get("how") == "crash" for r in trace.ranks):
+    if order.mapped and rank.of("device") and any(r.failed for r in trace.ranks):
         remarks.append("the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda")
+    if order.shares_gpu and any("invalid device ordinal" in r.printed for r in trace.ranks if r.failed):
+        remarks.append("the script takes its GPU by another number than LOCAL_RANK, and there is one: try --device cpu")
     remarks += [f"a probe failed, and what it looks at was not seen ({failure})" for failure in trace.blind]
     if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
         remarks.append("sharded parameters are each rank's own: their weights were not compared")

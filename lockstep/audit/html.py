@@ -11,9 +11,9 @@ from .catalog import Finding
 from .html_ledger import ledger
 from .html_parts import counted, section
 from .html_style import STYLE
-from .html_timeline import failed, timeline
+from .html_timeline import timeline
 from .probes.collectives import ALL as COLLECTIVES
-from .trace import Site, Trace
+from .trace import Rank, Site, Trace
 
 if TYPE_CHECKING:
     from .command import Verdict
@@ -34,7 +34,7 @@ def as_html(verdict: "Verdict") -> str:
         timeline(verdict.trace),
         ledger(verdict.trace),
         _notes(verdict.notes),
-        _printed(verdict.printed),
+        _printed(verdict.trace.ranks),
     )
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -75,7 +75,7 @@ def _good(trace: Trace) -> str:
 def _ending(verdict: "Verdict") -> str:
     if verdict.trace.hung:
         return "; the ranks hang"
-    if any(map(failed, verdict.trace.ranks)):
+    if any(rank.failed for rank in verdict.trace.ranks):
         return "; the script failed" + ("" if _steps(verdict)[1] else " before its first step")
     return ""
 
@@ -146,8 +146,8 @@ def _notes(notes: list[str]) -> str:
     return section("notes", "Notes", f'<ul class="list lede">{lines}</ul>')
 
 
-def _printed(printed: list[str]) -> str:
-    parts = "".join(_output(rank, text) for rank, text in enumerate(printed) if text.strip())
+def _printed(ranks: list[Rank]) -> str:
+    parts = "".join(_output(rank.number, rank.printed) for rank in ranks if rank.printed.strip())
     parts = parts or '<p class="muted">The ranks printed nothing.</p>'
     return section("printed", "Printed last", f"<div>{parts}</div>")
 

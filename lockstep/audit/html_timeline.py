@@ -57,21 +57,6 @@ def _hangs(trace: Trace, rank: Rank) -> bool:
     return trace.hung and rank.status is None
 
 
-def failed(rank: Rank) -> bool:
-    """Whether its script did not come to an end of its own."""
-    last = rank.first("end")
-    return last["how"] == "crash" if last else bool(rank.status) and not rank.first("enough")
-
-
-def _ending(rank: Rank) -> str:
-    """How a rank ended, in words."""
-    if failed(rank) and not rank.first("end"):
-        return f"ended with status {rank.status}"
-    if not rank.records:
-        return "left no record"
-    return doing(rank)
-
-
 # -- spans ------------------------------------------------------------------------------------------------------------
 def _spans(trace: Trace, rank: Rank, begin: float, end: float) -> list[Span]:
     """What a rank did in the window; only a rank that hangs never left what it was in."""
@@ -103,7 +88,7 @@ def _picture(trace: Trace, rows: list[list[Span]], begin: float, end: float) -> 
 
 
 def _described(trace: Trace) -> str:
-    return "; ".join(f"rank {rank.number} {_ending(rank)}, {len(rank.steps)} steps" for rank in trace.ranks)
+    return "; ".join(f"rank {rank.number} {doing(rank)}, {len(rank.steps)} steps" for rank in trace.ranks)
 
 
 def _row(trace: Trace, rank: Rank, spans: list[Span], begin: float, scale: float) -> str:
@@ -118,7 +103,7 @@ def _row(trace: Trace, rank: Rank, spans: list[Span], begin: float, scale: float
         parts.append(
             f'<text class="waiting" x="{_WIDTH - 2}" y="{top + _BAR + 15}" text-anchor="end">{_words(rank)}</text>'
         )
-    elif failed(rank):
+    elif rank.failed:
         parts.append(_cross((last - begin) * scale, top))
     return "".join(parts)
 
@@ -203,13 +188,13 @@ def _legend(trace: Trace) -> str:
     items.append(('<path class="step" d="M7 1V13"/>', "optimizer step"))
     if any(_hangs(trace, rank) for rank in trace.ranks):
         items.append(('<rect class="hung" x=".5" y=".5" width="13" height="13"/>', "never left"))
-    if any(failed(rank) for rank in trace.ranks):
+    if any(rank.failed for rank in trace.ranks):
         items.append(('<path class="cross" d="M2 2l10 10m0 -10l-10 10"/>', "failed"))
     return legend(items)
 
 
 def _endings(trace: Trace) -> str:
-    if not any(_hangs(trace, rank) or failed(rank) for rank in trace.ranks):
+    if not any(_hangs(trace, rank) or rank.failed for rank in trace.ranks):
         return ""
-    lines = (f"rank {rank.number} {_ending(rank)}" for rank in trace.ranks)
+    lines = (f"rank {rank.number} {doing(rank)}" for rank in trace.ranks)
     return f'<ul class="endings">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'

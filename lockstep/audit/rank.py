@@ -40,7 +40,7 @@ class Order:
     mapped: bool = True
     """CUDA onto the CPU."""
     shares_gpu: bool = False
-    """All ranks on one real GPU."""
+    """All ranks on one real GPU, each as if on a machine of its own."""
 
 
 def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
@@ -71,8 +71,8 @@ def _environment(order: Order, rank: int, port: int) -> None:
         RANK=str(rank),
         LOCAL_RANK="0" if order.shares_gpu else str(rank),
         WORLD_SIZE=str(order.nproc),
-        LOCAL_WORLD_SIZE=str(order.nproc),
-        GROUP_RANK="0",
+        LOCAL_WORLD_SIZE="1" if order.shares_gpu else str(order.nproc),
+        GROUP_RANK=str(rank) if order.shares_gpu else "0",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="lockstep-audit",

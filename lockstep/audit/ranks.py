@@ -27,8 +27,8 @@ _BUSY = 0.02
 """Share of a core above which, on the average, ranks count as getting on."""
 
 
-def watch_ranks(order: Order, patience: float, limit: float) -> tuple[Trace, list[str]]:
-    """Run `order` to its end, and what each rank printed. Ranks that do nothing for `patience` seconds hang."""
+def watch_ranks(order: Order, patience: float, limit: float) -> Trace:
+    """Run `order` to its end. Ranks that do nothing for `patience` seconds hang."""
     importlib.import_module("torch._dynamo")  # the first optimizer imports it, for seconds: once here, not in each rank
     folder = Path(tempfile.mkdtemp(prefix="lockstep-audit-"))
     try:
@@ -45,8 +45,9 @@ def watch_ranks(order: Order, patience: float, limit: float) -> tuple[Trace, lis
             (folder / one.GO).touch()
         for number, stack in stacks.items():
             ranks[number].stack = stack
-        printed = [_text(folder / f"rank{n}.out") for n in range(order.nproc)]
-        return Trace(ranks, hung, over=end == "over"), printed
+        for rank in ranks:
+            rank.printed = _text(folder / f"rank{rank.number}.out")
+        return Trace(ranks, hung, over=end == "over")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

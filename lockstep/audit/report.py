@@ -58,10 +58,10 @@ def show(verdict: "Verdict", console: Console | None = None) -> None:
     if verdict.trace.hung or any(f.kind.name == "crashed" for f in verdict.findings):
         for rank in verdict.trace.ranks:
             console.print(f"rank {rank.number} {escape(doing(rank))}", soft_wrap=True)
-        failed = [r.number for r in verdict.trace.ranks if (end := r.first("end")) and end["how"] == "crash"]
-        last = [verdict.printed[n] for n in failed] or [text for text in verdict.printed if text.strip()]
-        if last:
-            console.print(Padding(escape("\n".join(last[0].strip().splitlines()[-12:])), (0, 4)))
+        ranks = sorted(verdict.trace.ranks, key=lambda rank: not rank.failed)
+        last = next((rank.printed for rank in ranks if rank.printed.strip()), "")
+        lines = [line for line in last.strip().splitlines() if not line.startswith("frame #")]  # of libtorch
+        console.print(Padding(escape("\n".join(lines[-12:])), (0, 4)))
     for note in verdict.notes:
         console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
     console.print(f"[bold]{escape(headline(verdict))}[/]", soft_wrap=True)

@@ -119,12 +119,20 @@ class Rank:
         self.number, self.records, self.workers, self.status = number, records, workers, status
         self.stack: list[Site] = []
         """The user's lines it was in when it was found hanging, innermost first."""
+        self.printed = ""
+        """What it wrote to its standard output and error."""
 
     def of(self, kind: str) -> list[Record]:
         return [r for r in self.records if r["kind"] == kind]
 
     def first(self, kind: str) -> Record | None:
         return next((r for r in self.records if r["kind"] == kind), None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether its script did not come to an end of its own."""
+        end = self.first("end")
+        return end["how"] == "crash" if end else bool(self.status) and not self.first("enough")
 
     @property
     def steps(self) -> list[Record]:

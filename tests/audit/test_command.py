@@ -106,6 +106,30 @@ def test_a_killed_rank_is_a_crash(tmp_path: Path) -> None:
         tmp_path, TRAIN + "        if epoch == 1 and rank == 1:\n            os.kill(os.getpid(), 9)\n", "--steps", "0"
     )
     assert done.returncode == 1 and "crashed" in names(tmp_path), done.stdout
+    assert "rank 1 was ended by signal 9 (Killed)" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "found"),
+    [
+        ("NCCL error: remote process exited or there was a network error\\nncclRemoteError: A call", "uneven-steps"),
+        ("CUDA error: device-side assert triggered", "crashed"),
+    ],
+)
+def test_a_rank_ended_by_nccls_watchdog_is_judged_by_its_last_words(tmp_path: Path, last: str, found: str) -> None:
+    """As the watchdog does it: it says why, in a thread of its own, and aborts the process."""
+    leave = f"""
+        if epoch == 1 and rank == 1:
+            break
+        if epoch == 1:
+            model.module(a).sum().backward()
+            os.write(2, b"Process group watchdog thread terminated with exception: {last}\\nframe #0: abc\\n")
+            os.abort()
+"""
+    done = audit(tmp_path, TRAIN + leave, "--steps", "0", "--patience", "5")
+    assert found in names(tmp_path) and {"uneven-steps", "crashed"} - {found} - set(names(tmp_path)), done.stdout
+    assert "was ended by signal 6 (Aborted) at" in done.stdout and "frame #0" not in done.stdout
 
 
 def alive(pid: int) -> bool:

@@ -18,14 +18,19 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def audit_of_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> list[str]:
+    """What is found in a copy of an example."""
     data, command = EXAMPLES[name]
     ignored = shutil.ignore_patterns("runs", "data", "log", "__pycache__")
     folder = shutil.copytree(ROOT / "examples" / name, tmp_path / name, ignore=ignored)
     monkeypatch.chdir(folder)
     if data:
         use.data(data)
-    assert audited(command.split(), str(folder), LOCKSTEP_SMOKE="2") == []
+    return audited(command.split(), str(folder), device, LOCKSTEP_SMOKE="2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert audit_of_example(name, tmp_path, monkeypatch) == []

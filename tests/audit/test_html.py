@@ -62,7 +62,9 @@ class Log:
 
 
 def a_verdict(trace: Trace, *findings: Any, printed: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> Verdict:
-    return Verdict(["train.py", "--lr", "0.1"], trace, list(findings), list(printed), list(notes))
+    for rank, text in zip(trace.ranks, printed, strict=False):
+        rank.printed = text
+    return Verdict(["train.py", "--lr", "0.1"], trace, list(findings), list(notes))
 
 
 def trained(*parts: Part, **loader: Any) -> Trace:

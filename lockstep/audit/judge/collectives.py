@@ -1,6 +1,7 @@
 """Ranks call the same collectives in the same order, take as many steps, and come to an end."""
 
 import ast
+import signal
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +12,8 @@ from ..trace import Rank, Record, Site, Trace, where
 
 UNUSED = "parameters that were not used in producing loss"
 """What DDP says when it waits for a gradient that never comes."""
+_GONE = ("ncclRemoteError", "ncclSystemError", "Watchdog caught collective operation timeout")
+"""What NCCL and its watchdog say when another rank is gone."""
 _CONDITIONS = ("rank", "local", "main", "master", "zero", "primary", "leader")
 
 
@@ -43,6 +46,10 @@ def doing(rank: Rank) -> str:
         return f"had failed at {where(end)}: {shorten(end['why'], 160, placeholder=' …')}"
     if end:
         return "had ended"
+    if rank.failed:
+        return f"was {_ended(rank)}" + (f" at {place}" if place else "")
+    if not rank.records:
+        return "left no record"
     if opened is None:
         return f"was at {place}"
     names = {"backward": "backward (gradients are synchronised there)", "forward": "forward"}
@@ -163,21 +170,26 @@ def _uneven(trace: Trace) -> Finding | None:
 def _own_crash(rank: Rank) -> bool:
     """An error of the rank's own, not one that came over the network because another rank was gone."""
     end = rank.first("end")
-    failed = [r for r in rank.records if r.get("phase") == "failed"]
-    if end is None:
-        return rank.status is not None and not rank.first("enough") and rank.status != 0
-    return end["how"] == "crash" and not any(f["why"][:60] in end["why"] for f in failed)
+    why = end.get("why", "") if end else rank.printed if rank.status == -signal.SIGABRT else ""
+    calls = [r["why"][:60] for r in rank.records if r.get("phase") == "failed"] if end else []
+    return rank.failed and not any(sign in why for sign in (*calls, *_GONE))
+
+
+def _ended(rank: Rank) -> str:
+    """How the process of a rank that could not say so itself came to its end."""
+    status = rank.status or 0
+    return f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"ended with status {status}"
 
 
 def _crashes(trace: Trace) -> Iterator[Finding]:
     own = [rank for rank in trace.ranks if _own_crash(rank)]
-    lost = [rank for rank in trace.ranks if (end := rank.first("end")) and end["how"] == "crash"]
+    lost = [rank for rank in trace.ranks if rank.failed]
     if any(UNUSED in (rank.first("end") or {}).get("why", "") for rank in own):
         return  # DDP's word for a finding of its own
     for rank in (own or lost)[:1]:
         end = rank.first("end")
-        text = end["why"].strip().splitlines()[0][:300] if end else f"exit status {rank.status}"
-        yield finding("crashed", f"rank {rank.number} failed: {text}", where(end))
+        text = f"failed: {end['why'].strip().splitlines()[0][:300]}" if end else f"was {_ended(rank)}"
+        yield finding("crashed", f"rank {rank.number} {text}", where(end or next(reversed(rank.records), None)))
     for rank in trace.ranks:
         end = rank.first("end")
         if end and end["how"] == "exit" and end["status"] not in (0, None):

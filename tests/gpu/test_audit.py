@@ -1,0 +1,23 @@
+"""The audit on a real GPU, which its ranks share when there is one only."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from audit.test_examples import EXAMPLES, audit_of_example
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert audit_of_example(name, tmp_path, monkeypatch, device="cuda") == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one GPU only")
+def test_a_gpu_taken_by_the_rank_is_said_where_there_is_one(tmp_path: Path) -> None:
+    script = "import os, torch\ntorch.zeros(1, device=f\"cuda:{os.environ['RANK']}\")\n"
+    (tmp_path / "train.py").write_text(script)
+    words = [sys.executable, "-m", "lockstep", "audit", "--device", "cuda", "--", "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "try --device cpu" in done.stdout, done.stdout + done.stderr
