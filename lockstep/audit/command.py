@@ -99,8 +99,8 @@ def _order(script: list[str], options: Audit) -> tuple[Order, list[str]]:
     notes = []
     if shares:
         notes.append(
-            f"{options.nproc} ranks share one GPU, each as if on a machine of its own (NCCL over sockets): "
-            "which device a rank would choose by itself is not seen, and timings mean nothing"
+            f"{options.nproc} ranks share one GPU, whichever of {options.nproc} they ask for (NCCL over sockets): "
+            "timings mean nothing"
         )
     return Order(script, options.nproc, options.steps, mapped, shares), notes
 
@@ -116,8 +116,11 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
         )
     if order.mapped and rank.of("device") and any(r.failed for r in trace.ranks):
         remarks.append("the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda")
-    if order.shares_gpu and any("invalid device ordinal" in r.printed for r in trace.ranks if r.failed):
-        remarks.append("the script takes its GPU by another number than LOCAL_RANK, and there is one: try --device cpu")
+    said = [r.printed + (r.first("end") or {}).get("why", "") for r in trace.ranks if r.failed]
+    if order.shares_gpu and any("invalid device ordinal" in text for text in said):
+        remarks.append(
+            "the script reached for a second GPU in a way that is not mapped onto the first: try --device cpu"
+        )
     remarks += [f"a probe failed, and what it looks at was not seen ({failure})" for failure in trace.blind]
     if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
         remarks.append("sharded parameters are each rank's own: their weights were not compared")

@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 
 from ..parallel import share_batch_norm
+from .devices import Devices, Instead
 from .probes.patch import Function, Patches
 from .trace import Recorder, foreign
 
-CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _LOCKSTEP = str(Path(__file__).parents[1]) + os.sep
 
 
 def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     """Let this process believe that it has `gpus` GPUs."""
-    chosen = Devices(recorder)
+    chosen = Devices(recorder, _CPU, gpus)
     for name, answer in _ANSWERS.items():
         patches.wrap(torch.cuda, name, partial(_always, answer))
     for name in ("get_rng_state", "get_rng_state_all"):
@@ -59,9 +59,7 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
         patches.wrap(dist, name, _group)
     patches.wrap(DistributedDataParallel, "__init__", lambda original: _wrap(original, chosen))
     patches.wrap(nn.SyncBatchNorm, "convert_sync_batchnorm", _convert)
-    mode = _OnCpu(chosen)
-    mode.__enter__()
-    patches.later(lambda: mode.__exit__(None, None, None))
+    _OnCpu(chosen).install(patches)
 
 
 _ANSWERS: dict[str, Any] = {
@@ -119,69 +117,13 @@ def _always(answer: Any, original: Function) -> Function:
     return lambda *args, **kwargs: answer
 
 
-class Devices:
-    """Which GPU this rank wants to be on."""
-
-    def __init__(self, recorder: Recorder):
-        self.recorder = recorder
-        self.current = 0
-        self.used: set[int] = set()
-
-    def choose(self, device: Any) -> None:
-        self.recorder.on_gpu = True
-        self.current = _index(device, self.current)
-        self.recorder.write("device", op="set_device", index=self.current)
-
-    def use(self, device: Any) -> None:
-        self.recorder.on_gpu = True
-        index = _index(device, self.current)
-        if index not in self.used:
-            self.used.add(index)
-            self.recorder.write("device", op="use", index=index)
-
-
-def _index(device: Any, default: int) -> int:
-    if isinstance(device, int):
-        return device
-    found = torch.device(device).index if device is not None else None
-    return default if found is None else found
-
-
-def _is_cuda(thing: Any) -> bool:
-    return (isinstance(thing, torch.device) and thing.type == "cuda") or (
-        isinstance(thing, str) and thing.split(":")[0] == "cuda"
-    )
-
-
-class _OnCpu(TorchFunctionMode):
-    """Every torch function that is told to use a GPU uses the CPU."""
-
-    def __init__(self, chosen: Devices):
-        super().__init__()
-        self.chosen = chosen
+class _OnCpu(Instead):
+    """A processor has no memory to pin, and no streams."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "cuda":
-            self.chosen.use(args[1] if len(args) > 1 else kwargs.get("device"))
+        if getattr(func, "__name__", "") in ("pin_memory", "record_stream"):
             return args[0]
-        if name in ("pin_memory", "record_stream"):
-            return args[0]
-        if type(kwargs.get("device")) is int:
-            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
-        first = 1
-        if name == "_parse_to":  # what Module.to was told
-            first, args = 0, tuple(torch.device("cuda", a) if type(a) is int else a for a in args)
-        device = next((a for a in (*args[first:], *kwargs.values()) if _is_cuda(a)), None)
-        if device is not None:
-            self.chosen.use(device)
-            args = tuple(CPU if _is_cuda(a) else a for a in args)
-            kwargs = {k: CPU if _is_cuda(v) else v for k, v in kwargs.items()}
-        elif name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
-            self.chosen.use(args[1])
-            args = (args[0], CPU, *args[2:])
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Generator(torch.Generator):
@@ -242,7 +184,7 @@ def _group(original: Function) -> Function:
 def _wrap(original: Function, chosen: Devices) -> Function:
     def __init__(wrapper: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, **kw: Any) -> None:
         if device_ids:
-            chosen.recorder.write("device", op="device_ids", index=_index(device_ids[0], chosen.current))
+            chosen.recorder.write("device", op="device_ids", index=chosen.index(device_ids[0]))
         original(wrapper, module, **kw)
 
     return __init__

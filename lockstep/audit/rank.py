@@ -17,7 +17,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from . import frameworks, mapping, probes
+from . import frameworks, mapping, probes, sharing
 from .source import declared_flag
 from .trace import SHARING, Recorder, Site, foreign
 
@@ -40,7 +40,7 @@ class Order:
     mapped: bool = True
     """CUDA onto the CPU."""
     shares_gpu: bool = False
-    """All ranks on one real GPU, each as if on a machine of its own."""
+    """All ranks on one real GPU."""
 
 
 def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
@@ -69,10 +69,10 @@ def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
 def _environment(order: Order, rank: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK="0" if order.shares_gpu else str(rank),
+        LOCAL_RANK=str(rank),
         WORLD_SIZE=str(order.nproc),
-        LOCAL_WORLD_SIZE="1" if order.shares_gpu else str(order.nproc),
-        GROUP_RANK=str(rank) if order.shares_gpu else "0",
+        LOCAL_WORLD_SIZE=str(order.nproc),
+        GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="lockstep-audit",
@@ -88,6 +88,8 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
     if order.mapped:
         mapping.install(recorder, patches, order.nproc)
         frameworks.install(recorder, patches, order.nproc)
+    if order.shares_gpu:
+        sharing.install(recorder, patches, order.nproc)
     probes.start_ranks_here(patches, recorder)
     probes.install(recorder, order.steps, lambda: _enough(recorder, folder))
     patches.wrap(os, "_exit", lambda original: lambda status: _leave(recorder, folder, status))
@@ -109,7 +111,8 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
         recorder.write("end", None, how="exit", status=status)
         return status
     except BaseException as error:
-        traceback.print_exc()
+        sys.stdout.flush()
+        os.write(2, traceback.format_exc().encode())  # the script may have silenced print on all ranks but one
         recorder.write("end", _last_line(error), how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
         return 1
 

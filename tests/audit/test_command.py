@@ -93,11 +93,16 @@ def test_a_hang_without_a_collective_of_torch_is_found_by_its_stack(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_crash_is_reported_with_its_line_and_what_was_printed(tmp_path: Path) -> None:
-    done = audit(
-        tmp_path, TRAIN + "        if epoch == 1:\n            raise RuntimeError('no more data')\n", "--steps", "0"
-    )
+    fail = """
+        if epoch == 1:
+            import builtins
+            builtins.print = lambda *args, **kwargs: None
+            raise RuntimeError('no more data')
+"""
+    done = audit(tmp_path, TRAIN + fail, "--steps", "0")
     assert done.returncode == 1 and names(tmp_path) == ["crashed"]
     assert "no more data" in done.stdout and f"train.py:{line_of(tmp_path, 'no more data')}" in done.stdout
+    assert '", line' in done.stdout  # the traceback, though the script prints nothing any more
 
 
 @pytest.mark.slow

@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import SERVER
 
@@ -79,9 +77,6 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="scripts at a time")
     asked = parser.parse_args()
     chosen = [s for s in SCRIPTS if not asked.words or any(w in str(s) for w in asked.words)]
-    if asked.device == "cuda" and torch.cuda.device_count() < 2:
-        print("17_devices needs a GPU for each rank, or --device cpu: left out")
-        chosen = [s for s in chosen if s.parent.name != "17_devices"]
     with ThreadPoolExecutor(asked.jobs) as pool:
         results = dict(zip(chosen, pool.map(partial(found, device=asked.device), chosen), strict=True))
     detected = missed = silent = alarms = 0

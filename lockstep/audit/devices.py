@@ -1,0 +1,103 @@
+"""The GPUs a script asks for, and another device that takes their place."""
+
+import threading
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+
+from .probes.patch import Function, Patches
+from .trace import Recorder
+
+
+class Devices:
+    """Which GPU this rank wants to be on."""
+
+    def __init__(self, recorder: Recorder, place: torch.device, gpus: int):
+        self.recorder, self.place = recorder, place
+        self.gpus = gpus
+        """How many it believes there are."""
+        self.current = 0
+        self.used: set[int] = set()
+
+    def choose(self, device: Any) -> None:
+        self.recorder.on_gpu = self.place.type == "cpu"
+        self.current = self.index(device)
+        self.recorder.write("device", op="set_device", index=self.current)
+
+    def use(self, device: Any) -> None:
+        self.recorder.on_gpu = self.place.type == "cpu"
+        index = self.index(device)
+        if index == self.place.index and (self.current or self.used - {index}):
+            return  # the real place of a tensor, of which another is made beside it: nothing that was asked for
+        if index not in self.used:
+            self.used.add(index)
+            self.recorder.write("device", op="use", index=index)
+
+    def index(self, device: Any) -> int:
+        if isinstance(device, int):
+            return device
+        found = torch.device(device).index if device is not None else None
+        return self.current if found is None else found
+
+
+def is_cuda(thing: Any) -> bool:
+    return (isinstance(thing, torch.device) and thing.type == "cuda") or (
+        isinstance(thing, str) and thing.split(":")[0] == "cuda"
+    )
+
+
+class Instead(TorchFunctionMode):
+    """Every torch function that is told to use a GPU uses the place that stands for it."""
+
+    def __init__(self, chosen: Devices):
+        super().__init__()
+        self.chosen = chosen
+
+    def install(self, patches: Patches) -> None:
+        """For this thread and those that it starts."""
+        self.__enter__()
+        patches.later(lambda: self.__exit__(None, None, None))
+        patches.wrap(threading.Thread, "_bootstrap_inner", self._in_thread)
+        patches.wrap(DeviceContext, "__init__", self._by_default)
+
+    def _in_thread(self, original: Function) -> Function:
+        def _bootstrap_inner(thread: threading.Thread) -> None:
+            with type(self)(self.chosen):
+                original(thread)
+
+        return _bootstrap_inner
+
+    def _by_default(self, original: Function) -> Function:
+        """For `set_default_device` and `with torch.device(…)`: they come after this mode."""
+
+        def __init__(context: Any, device: Any) -> None:
+            if type(device) is int or is_cuda(device):
+                self.chosen.use(device)
+                device = self.chosen.place
+            original(context, device)
+
+        return __init__
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, place = getattr(func, "__name__", ""), self.chosen.place
+        if name == "cuda":
+            self.chosen.use(args[1] if len(args) > 1 else kwargs.get("device"))
+            given = {k: v for k, v in kwargs.items() if k != "device"}
+            return func(args[0], place, *args[2:], **given) if place.type == "cuda" else args[0]
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
+        first = 1
+        if name == "_parse_to":  # what Module.to was told
+            first, args = 0, tuple(torch.device("cuda", a) if type(a) is int else a for a in args)
+        device = next((a for a in (*args[first:], *kwargs.values()) if is_cuda(a)), None)
+        if device is not None:
+            self.chosen.use(device)
+            args = tuple(place if is_cuda(a) else a for a in args)
+            kwargs = {k: place if is_cuda(v) else v for k, v in kwargs.items()}
+        elif name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
+            self.chosen.use(args[1])
+            args = (args[0], place, *args[2:])
+        return func(*args, **kwargs)

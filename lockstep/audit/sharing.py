@@ -1,0 +1,140 @@
+"""A script that asks for a GPU for each rank, where there are fewer: all ranks are on the first, over real NCCL.
+
+NCCL takes several ranks on one GPU if each says that it is on a machine of its own. The script is not told: it counts
+as many GPUs as there are ranks, and whichever it asks for is the first.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .devices import Devices, Instead, is_cuda
+from .probes.patch import Function, Patches
+from .trace import Recorder
+
+_FIRST = torch.device("cuda", 0)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+
+
+def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
+    """Let this process believe that it has `gpus` GPUs."""
+    chosen = Devices(recorder, _FIRST, gpus)
+    for owner, count, choose, current in (
+        (torch.cuda, "device_count", "set_device", "current_device"),
+        (torch.accelerator, "device_count", "set_device_index", "current_device_index"),
+    ):
+        patches.wrap(owner, count, lambda original: _told(original, lambda: chosen.gpus))
+        patches.wrap(owner, choose, lambda original: _chosen(original, chosen))
+        patches.wrap(owner, current, lambda original: _told(original, lambda: chosen.current))
+    patches.wrap(torch.accelerator, "synchronize", lambda original: lambda device=None: original())
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch" and "_get_device_index" in vars(module):
+            patches.wrap(module, "_get_device_index", _index)
+    for name in ("get_rng_state", "set_rng_state"):
+        patches.wrap(torch.cuda, name, _with_first)
+    patches.wrap(torch, "load", _load)
+    patches.replace(torch, "Generator", _Generator)
+    for name in ("init_process_group", "new_group", "barrier"):
+        patches.wrap(dist, name, _keywords)
+    patches.wrap(DistributedDataParallel, "__init__", lambda original: _ddp(original, chosen))
+    patches.when_imported(
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        lambda module: patches.wrap(module.FullyShardedDataParallel, "__init__", _keywords),
+    )
+    patches.wrap(os, "putenv", lambda original: _visible(original, chosen))
+    Instead(chosen).install(patches)
+
+
+def _visible(original: Function, chosen: Devices) -> Function:
+    """A script that lets each rank see one GPU only: CUDA is started before it does, since only one is there."""
+
+    def putenv(name: Any, value: Any) -> None:
+        if os.fsdecode(name) == "CUDA_VISIBLE_DEVICES" and value:
+            torch.cuda.init()
+            chosen.gpus = len(os.fsdecode(value).split(","))
+        original(name, value)
+
+    return putenv
+
+
+def _by_torch() -> bool:
+    """Whether it is torch itself that asks, and has to know how things are."""
+    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+
+
+def _told(original: Function, answer: Function) -> Function:
+    return lambda: original() if _by_torch() else answer()
+
+
+def _chosen(original: Function, chosen: Devices) -> Function:
+    def choose(device: Any) -> None:
+        if not _by_torch():
+            chosen.choose(device)
+        original(_FIRST)
+
+    return choose
+
+
+def _first(thing: Any) -> Any:
+    """What was said of devices, said of the first GPU."""
+    if isinstance(thing, dict):
+        return {key: _first(value) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return [_first(value) for value in thing]
+    if type(thing) is int:
+        return 0
+    return (str(_FIRST) if isinstance(thing, str) else _FIRST) if is_cuda(thing) else thing
+
+
+def _index(original: Function) -> Function:
+    return lambda *args, **kwargs: min(0, original(*args, **kwargs))  # -1: the CPU
+
+
+def _with_first(original: Function) -> Function:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {k: _first(v) if k == "device" else v for k, v in kwargs.items()}
+        return original(*(a if isinstance(a, torch.Tensor) else _first(a) for a in args), **kwargs)
+
+    return call
+
+
+def _load(original: Function) -> Function:
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(f, _first(map_location), *args, **kwargs)
+
+    return load
+
+
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return isinstance(thing, torch._C.Generator)
+
+
+class _Generator(torch.Generator, metaclass=_AnyGenerator):
+    """One for any GPU, on the first."""
+
+    def __new__(cls, device: Any = "cpu") -> "_Generator":
+        return super().__new__(cls, _first(device))  # type: ignore[call-arg]
+
+
+def _keywords(original: Function) -> Function:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{k: _first(v) if k in ("device_id", "device_ids") else v for k, v in kwargs.items()})
+
+    return call
+
+
+def _ddp(original: Function, chosen: Devices) -> Function:
+    def __init__(
+        wrapper: Any, module: Any, device_ids: Any = None, output_device: Any = None, *a: Any, **kw: Any
+    ) -> None:
+        if device_ids:
+            chosen.recorder.write("device", op="device_ids", index=chosen.index(device_ids[0]))
+        original(wrapper, module, _first(device_ids), _first(output_device), *a, **kw)
+
+    return __init__
