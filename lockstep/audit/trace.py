@@ -25,6 +25,7 @@ OURS = str(Path(__file__).parent) + os.sep
 _LIBRARIES = (sysconfig.get_paths()["stdlib"] + os.sep, sysconfig.get_paths()["purelib"] + os.sep, _TORCH, OURS)
 SHARING = "lockstep-audit-rank-"
 """NCCL_HOSTID of ranks that the audit puts on one GPU begins so."""
+_JSON = json.JSONEncoder(default=str)
 _foreign: dict[str, bool] = {}
 _own: set[str] = set()
 
@@ -92,7 +93,7 @@ class Recorder:
         if self.pid != os.getpid():
             self._open()
         record = {"kind": kind, "t": time.time(), "at": at or site(3), **seen}
-        self.file.write(json.dumps(record, default=str) + "\n")
+        self.file.write(_JSON.encode(record) + "\n")
 
     @property
     def in_worker(self) -> bool:

@@ -88,6 +88,23 @@ def test_neighbours_among_large_numbers_are_told_apart(dtype: torch.dtype) -> No
     assert len(set(row_hashes([samples]))) == 64
 
 
+@pytest.mark.parametrize("size", [(1,), (255,), (256,), (271,), (272,), (3, 32, 32), (784,), (5, 7, 11, 13)])
+def test_a_sample_has_its_number_whatever_its_size_and_its_place_in_memory(size: tuple[int, ...]) -> None:
+    samples = torch.randn(12, *size)
+    numbers = row_hashes([samples])
+    assert len(set(numbers)) == 12 and row_hashes([samples[5:9]]) == numbers[5:9]
+    strided = torch.randn(*size, 12).movedim(-1, 0).copy_(samples)
+    assert row_hashes([strided]) == numbers and row_hashes([samples.bfloat16()]) == row_hashes(
+        [samples.bfloat16().double()]
+    )
+
+
+def test_a_change_at_the_beginning_the_end_or_between_is_seen() -> None:
+    samples = torch.zeros(4, 4096)
+    samples[1, 3], samples[2, 4096 - 250], samples[3, 2050] = 1, 1, 1
+    assert len(set(row_hashes([samples]))) == 4
+
+
 def test_what_has_no_numbers_is_passed_over() -> None:
     unreadable = [torch.ones(3, 2, device="meta"), torch.ones(3, 2).to_sparse(), torch.ones(3, 0), torch.tensor(1.0)]
     assert row_hashes(unreadable) == [] and len(row_hashes([*unreadable, torch.ones(3, 2)])) == 3

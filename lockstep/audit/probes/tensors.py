@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...watch.ledger import GAMMA, mixed
 
-_LOOK = 256
-"""Numbers of a sample that tell it from others."""
+_RUNS = 16
+"""So many runs of so many neighbours tell a large sample from others. Not single numbers all over it: memory comes in
+lines, and to read those of a new batch costs more than what is done with them."""
 _NUMPY = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float32, torch.float64,
@@ -50,11 +51,18 @@ def row_hashes(batch: list[Tensor]) -> list[int]:
         unknown = not readable(t) or t.is_complex()
         if unknown or t.dim() == 0 or t.numel() == 0 or (columns and len(t) != len(columns[0])):
             continue
-        flat = t.detach().reshape(len(t), -1)
-        looked = flat[:, :: max(1, flat.shape[1] // _LOOK)]
-        plain = looked.float() if looked.dtype not in _NUMPY else looked
-        columns.append(plain.cpu().resolve_neg().numpy().astype(np.float64))
+        columns.append(_looked_at(t))
     if not columns:
         return []
     bits = np.concatenate(columns, 1).view(np.uint64)
     return mixed(bits + np.arange(bits.shape[1], dtype=np.uint64) * GAMMA).sum(1).tolist()
+
+
+def _looked_at(tensor: Tensor) -> np.ndarray:
+    """Numbers of each sample."""
+    rows = tensor.detach().reshape(len(tensor), -1)
+    step = rows.shape[1] // _RUNS
+    if step > _RUNS:
+        rows = rows[:, : _RUNS * step].unflatten(1, (_RUNS, step))[:, :, :_RUNS]
+    plain = rows if rows.dtype in _NUMPY else rows.float()
+    return plain.cpu().resolve_neg().numpy().astype(np.float64).reshape(len(rows), -1)
