@@ -3,11 +3,13 @@
 python benchmarks/watching.py [flags of `lockstep train dit`]      # exit status 1 if it is more than we claim
 
 In each of a few processes steps that the probes see and steps that are hidden from them alternate, and are compared by
-the processor time they use, which other work on the machine hardly disturbs. On a GPU, where the processor waits, by
-the clock. The probes look most closely at the first steps, so it is the first twenty that count.
+the processor time they use, which other work on the machine hardly disturbs; in one thread, since threads that wait for
+each other use it too. On a GPU, where the processor waits, by the clock. The probes look most closely at the first
+steps, so it is the first twenty that count.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -42,7 +44,9 @@ def main(flags: list[str]) -> int:
 
 def measure(flags: list[str]) -> dict[str, float]:
     command = [sys.executable, __file__, "--once", *flags]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def once(flags: list[str]) -> dict[str, float]:
