@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ def test_by_default_a_run_gets_a_new_folder_under_its_recipes_name() -> None:
     first, second = place(), place()
     assert first.folder.parent == Path("runs/tiny") and first.folder != second.folder
     assert first.start is None
+
+
+def test_runs_that_start_in_one_moment_have_folders_of_their_own() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: place().folder, range(24)))
+    assert len(set(folders)) == 24 and all(folder.is_dir() for folder in folders)
 
 
 def test_a_folder_with_another_run_is_not_touched() -> None:

@@ -15,6 +15,16 @@ CASES = {
         {'accelerator="cpu",': 'accelerator="gpu", precision="16-mixed",', "devices=2,": "devices=-1,"},
         [],
     ),
+    "a trainer on two machines": (
+        TRAINER,
+        {'accelerator="cpu",': 'accelerator="gpu",', "devices=2,": "devices=2, num_nodes=2,"},
+        [],
+    ),
+    "fabric": (
+        ZOO / "01_unsynchronised/ok_fabric.py",
+        {'accelerator="auto", devices=2': 'accelerator="gpu", devices="auto", precision="16-mixed"'},
+        [],
+    ),
     "one GPU": (TRAINER, {'accelerator="cpu"': 'accelerator="gpu"', "devices=2": "devices=1"}, ["crashed"]),
     "accelerate": (
         ZOO / "01_unsynchronised/ok_accelerate.py",
@@ -29,15 +39,20 @@ CASES = {
 }  # fmt: skip
 
 
+def audit_of_case(case: str, folder: Path, device: str = "cpu") -> list[str]:
+    """What is found in a script of the zoo that was changed."""
+    script, changes, _ = CASES[case]
+    text = script.read_text()
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    (folder / "train.py").write_text(text)
+    return audited(["train.py"], str(folder), device)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_ranks_of_a_framework_train_together_without_a_gpu(tmp_path: Path, case: str) -> None:
-    script, changes, expected = CASES[case]
-    text = script.read_text()
-    for before, after in changes.items():
-        assert before in text
-        text = text.replace(before, after)
-    (tmp_path / "train.py").write_text(text)
-    assert audited(["train.py"], str(tmp_path)) == expected
+    assert audit_of_case(case, tmp_path) == CASES[case][2]

@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from audit.test_examples import EXAMPLES, audit_of_example
+from audit.test_frameworks import CASES, audit_of_case
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert audit_of_example(name, tmp_path, monkeypatch, device="cuda") == []
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("one GPU", "a trainer on two machines")])
+def test_ranks_of_a_framework_train_together(case: str, tmp_path: Path) -> None:
+    assert audit_of_case(case, tmp_path, device="cuda") == CASES[case][2]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one GPU only")

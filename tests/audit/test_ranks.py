@@ -1,0 +1,87 @@
+"""When ranks count as hanging, and when they do not."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from audit.test_command import audit, names
+from lockstep.audit import ranks
+
+
+class Clock:
+    """A clock that a test sets, and what happens at its n-th reading."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: dict[int, Callable[[], object]]):
+        self.now, self.polls, self.at = 0.0, 0, at
+        monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=self.sleep, monotonic=lambda: self.now))
+
+    def sleep(self, seconds: float) -> None:
+        self.now, self.polls = self.now + seconds, self.polls + 1
+        self.at.get(self.polls, lambda: None)()
+
+
+def test_a_machine_that_stood_still_is_no_rank_that_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stands_still() -> None:
+        clock.now += 10_000
+
+    clock = Clock(monkeypatch, {3: stands_still, 6: (tmp_path / "rank0.done").touch})
+    assert ranks._wait([os.getpid()], tmp_path, patience=5, limit=1e9, by_cpu=False) == "through"
+
+
+def test_ranks_that_do_nothing_hang_after_as_long_as_the_audit_waits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = Clock(monkeypatch, {20: lambda: (tmp_path / "rank0.jsonl").write_text("{}")})
+    assert ranks._wait([os.getpid()], tmp_path, patience=5, limit=1e9, by_cpu=False) == "hung"
+    assert clock.now == pytest.approx(6, abs=0.2)  # from the last sign of life, which was after one second
+
+
+@pytest.mark.parametrize(("waits_for_disk", "end"), [(False, "hung"), (True, "over")])
+def test_a_rank_that_waits_for_a_disk_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, waits_for_disk: bool, end: str
+) -> None:
+    Clock(monkeypatch, {})
+    monkeypatch.setattr(ranks, "_cpu", lambda pid: 0.0)
+    monkeypatch.setattr(ranks, "_on_disk", lambda pid: waits_for_disk)
+    assert ranks._wait([os.getpid()], tmp_path, patience=5, limit=60, by_cpu=True) == end
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="not Linux")
+def test_a_process_in_an_uninterruptible_wait_is_known() -> None:
+    """As one that waits for a disk; here, for a child that shares its memory, until that has ended."""
+    pid = os.fork()
+    if pid == 0:
+        libc = ctypes.PyDLL(None)
+        if libc.vfork() == 0:
+            libc.sleep(30)
+            libc._exit(0)
+        os._exit(0)
+    try:
+        deadline = time.monotonic() + 20
+        while not ranks._on_disk(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ranks._on_disk(pid) and not ranks._on_disk(os.getpid())
+    finally:
+        for process in (*psutil.Process(pid).children(), psutil.Process(pid)):
+            process.send_signal(signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.slow
+def test_a_hang_of_many_ranks_is_found(tmp_path: Path) -> None:
+    script = """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() != 6:
+            dist.barrier()
+    """
+    done = audit(tmp_path, script, "--nproc", "8", "--steps", "0", "--patience", "4")
+    assert done.returncode == 1 and names(tmp_path) == ["collective-mismatch"], done.stdout
+    assert "ranks 0, 1, 2, 3, 4, 5, 7 only" in done.stdout and "rank 6 had ended" in done.stdout

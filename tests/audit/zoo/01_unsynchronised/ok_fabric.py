@@ -1,0 +1,32 @@
+# finds: nothing
+"""Model, optimizer and loader are set up by Fabric, which also runs the backward pass."""
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def main():
+    fabric = L.Fabric(accelerator="auto", devices=2, strategy="ddp")
+    fabric.launch()
+    fabric.seed_everything(0)
+    with fabric.init_module():
+        model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 1))
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+    x = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.square().sum(1, keepdim=True))
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=8, shuffle=True))
+    fabric.seed_everything(fabric.global_rank)
+    for epoch in range(3):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            fabric.backward(loss)
+            optimizer.step()
+        fabric.print(f"epoch {epoch}: {fabric.all_reduce(loss.detach()).item():.3f}")
+
+
+if __name__ == "__main__":
+    main()
