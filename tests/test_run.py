@@ -30,8 +30,9 @@ def test_by_default_a_run_gets_a_new_folder_under_its_recipes_name() -> None:
 
 
 def test_runs_that_start_in_one_moment_have_folders_of_their_own() -> None:
+    request = parse(tiny.Tiny, [], "test")
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: place().folder, range(24)))
+        folders = list(pool.map(lambda _: settle(request, World()).folder, range(24)))
     assert len(set(folders)) == 24 and all(folder.is_dir() for folder in folders)
 
 
