@@ -7,6 +7,7 @@ as many GPUs as there are ranks, and whichever it asks for is the first.
 import os
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .devices import Devices, Instead, is_cuda
 from .probes.patch import Function, Patches
-from .trace import Recorder
+from .trace import OURS, Recorder, foreign
 
 _FIRST = torch.device("cuda", 0)
-_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PACKAGES = Path(torch.__file__).parents[1]
+_DEEP = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("torch", "triton"))
+"""Those who drive the GPU have to know how things are."""
 
 
 def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
@@ -28,9 +31,9 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
         (torch.cuda, "device_count", "set_device", "current_device"),
         (torch.accelerator, "device_count", "set_device_index", "current_device_index"),
     ):
-        patches.wrap(owner, count, lambda original: _told(original, lambda: chosen.gpus))
+        patches.wrap(owner, count, lambda original: lambda: original() if _is_deep(_asker()) else chosen.gpus)
         patches.wrap(owner, choose, lambda original: _chosen(original, chosen))
-        patches.wrap(owner, current, lambda original: _told(original, lambda: chosen.current))
+        patches.wrap(owner, current, lambda original: lambda: original() if foreign(_asker()) else chosen.current)
     patches.wrap(torch.accelerator, "synchronize", lambda original: lambda device=None: original())
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and "_get_device_index" in vars(module):
@@ -62,18 +65,21 @@ def _visible(original: Function, chosen: Devices) -> Function:
     return putenv
 
 
-def _by_torch() -> bool:
-    """Whether it is torch itself that asks, and has to know how things are."""
-    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+def _asker() -> str:
+    """The file of the code that called a function which is replaced here."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back
+    return frame.f_code.co_filename if frame else ""
 
 
-def _told(original: Function, answer: Function) -> Function:
-    return lambda: original() if _by_torch() else answer()
+def _is_deep(file: str) -> bool:
+    return file.startswith(_DEEP)
 
 
 def _chosen(original: Function, chosen: Devices) -> Function:
     def choose(device: Any) -> None:
-        if not _by_torch():
+        if not _is_deep(_asker()):
             chosen.choose(device)
         original(_FIRST)
 

@@ -152,6 +152,16 @@ def test_the_script_counts_as_many_gpus_as_ranks_and_torch_those_that_are_there(
     assert torch._utils._get_all_device_indices() in ([0], None)  # it counts for itself; None without CUDA
 
 
+@pytest.mark.parametrize("library", ["torch/distributed/device_mesh.py", "triton/runtime/jit.py"])
+def test_who_drives_the_gpu_knows_how_things_are(library: str, recorder: Recorder, told: Told) -> None:
+    code = "torch.cuda.set_device(1); answers = torch.cuda.device_count(), torch.cuda.current_device()"
+    torch.cuda.set_device(2)
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(code, f"{Path(torch.__file__).parents[1]}/{library}", "exec"), names)
+    assert names["answers"] == (1, 0) and told[:2] == [(FIRST,), (FIRST,)]
+    assert asked(recorder) == [("set_device", 2)] and torch.cuda.current_device() == 2
+
+
 def test_numbers_of_devices_are_said_of_the_first(recorder: Recorder, told: Told) -> None:
     torch.cuda.get_rng_state(2)
     torch.load("f", map_location={"cuda:0": "cuda:2"})
