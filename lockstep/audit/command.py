@@ -124,6 +124,9 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
     remarks += [f"a probe failed, and what it looks at was not seen ({failure})" for failure in trace.blind]
     if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
         remarks.append("sharded parameters are each rank's own: their weights were not compared")
+    if group := rank.first("tensor_parallel"):
+        numbers = ", ".join(map(str, group["ranks"]))
+        remarks.append(f"ranks {numbers} hold parts of one layer: that they see the same samples is as it should be")
     spawn = rank.first("spawn")
     if spawn and spawn["nprocs"] != trace.world:
         remarks.append(f"the script would start {spawn['nprocs']} processes itself; it was watched on {trace.world}")

@@ -1,5 +1,6 @@
 """The GPUs a script asks for, and another device that takes their place."""
 
+import os
 import threading
 from typing import Any
 
@@ -61,6 +62,9 @@ class Instead(TorchFunctionMode):
         patches.later(lambda: self.__exit__(None, None, None))
         patches.wrap(threading.Thread, "_bootstrap_inner", self._in_thread)
         patches.wrap(DeviceContext, "__init__", self._by_default)
+        patches.when_imported(
+            "torch.distributed.device_mesh", lambda module: patches.wrap(module.DeviceMesh, "__init__", self._by_mesh)
+        )
 
     def _in_thread(self, original: Function) -> Function:
         def _bootstrap_inner(thread: threading.Thread) -> None:
@@ -77,6 +81,18 @@ class Instead(TorchFunctionMode):
                 self.chosen.use(device)
                 device = self.chosen.place
             original(context, device)
+
+        return __init__
+
+    def _by_mesh(self, original: Function) -> Function:
+        """A mesh takes the GPU of its local rank, if the script has not used one yet."""
+
+        def __init__(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            if device_type == "cuda":
+                if not self.chosen.used and not self.chosen.current:
+                    self.chosen.choose(int(os.environ.get("LOCAL_RANK", "0")))
+                device_type = self.chosen.place.type
+            original(mesh, device_type, *args, **kwargs)
 
         return __init__
 

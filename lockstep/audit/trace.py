@@ -158,6 +158,19 @@ class Trace:
         return len(self.ranks)
 
     @property
+    def readers(self) -> "Trace":
+        """Without ranks that are given the samples of another on purpose, since both hold parts of one layer."""
+        groups = {rank.number: rank.first("tensor_parallel") for rank in self.ranks}
+        first = [
+            rank for rank in self.ranks if (group := groups[rank.number]) is None or rank.number == group["ranks"][0]
+        ]
+        if len(first) == self.world:
+            return self
+        readers = Trace(first, self.hung, self.over)
+        readers.alone = self.alone
+        return readers
+
+    @property
     def blind(self) -> list[str]:
         """Probes that failed, and why they did so first: what they look at was not seen."""
         files = [lines for rank in self.ranks for lines in (rank.records, *rank.workers)]

@@ -19,6 +19,8 @@ JUDGES: tuple[Judge, ...] = (
     files.judge,
     settings.judge,
 )
+_OF_SAMPLES = (samples.judge, epochs.judge, randomness.judge)
+"""Whether ranks see and draw something else than others."""
 CAUSES = {
     # where the first is found, the second only follows from it
     "differing-schedule": {"unsynchronised", "local-metric"},
@@ -38,8 +40,9 @@ CAUSES = {
 def judge(trace: Trace) -> list[Finding]:
     """All findings, the worst first; one of each kind for each place in the script."""
     found: dict[tuple[str, object], Finding] = {}
+    readers = trace.readers
     for ask in JUDGES:
-        for finding in ask(trace):
+        for finding in ask(readers if ask in _OF_SAMPLES else trace):
             found.setdefault((finding.kind.name, finding.at), finding)
     follows = {name for cause, _ in found for name in CAUSES.get(cause, ())}
     kept = [f for f in found.values() if f.kind.name not in follows]

@@ -21,6 +21,7 @@ def install(context: Context, patches: Patches) -> "Wrappers":
     patches.wrap(DistributedDataParallel, "forward", probe.wrapped_forward)
     patches.wrap(DistributedDataParallel, "no_sync", probe.no_sync)
     patches.when_imported("torch.distributed.fsdp", probe.meet_fsdp)
+    patches.when_imported("torch.distributed.tensor.parallel", probe.meet_tensor_parallel)
     joining = "torch.distributed.algorithms.join"
     patches.when_imported(joining, lambda join: patches.wrap(join.Join, "__enter__", probe.joining))
     return probe
@@ -72,6 +73,19 @@ class Wrappers:
     def meet_fsdp(self, fsdp: Any) -> None:
         self.patches.wrap(fsdp, "fully_shard", self.sharding)
         self.patches.wrap(fsdp.FullyShardedDataParallel, "__init__", self.flattening)
+
+    def meet_tensor_parallel(self, parallel: Any) -> None:
+        self.patches.wrap(parallel, "parallelize_module", self.splitting)
+
+    def splitting(self, original: Function) -> Function:
+        def parallelize_module(module: nn.Module, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
+            with self.recorder.hide():
+                result = original(module, device_mesh, *args, **kwargs)
+            ranks = device_mesh.mesh.flatten().tolist() if device_mesh is not None else range(self.context.world)
+            self.recorder.write("tensor_parallel", ranks=sorted(ranks))
+            return result
+
+        return parallelize_module
 
     def flattening(self, original: Function) -> Function:
         def __init__(wrapper: nn.Module, *args: Any, **kwargs: Any) -> None:
