@@ -41,6 +41,10 @@ class Audit:
                 raise ValueError(f"{name} is at least {least}, not {getattr(self, name)}")
 
 
+_NOT_THERE = ("invalid device ordinal", "out of index range", "num_gpus INTERNAL ASSERT")
+"""What CUDA and torch say of a GPU that is not there."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What an audit found."""
@@ -73,11 +77,11 @@ def examine(script: list[str], options: Audit) -> Verdict:
     """Run the script and judge what its ranks did."""
     _check(script)
     claim(script[1] if script[0] == "-m" else None)
-    order, notes = _order(script, options)
+    order = _order(script, options)
     trace = watch_ranks(order, options.patience, options.limit)
     if _scales_by_world(trace, script) and order.nproc > 1:
         trace.alone = watch_ranks(replace(order, nproc=1, steps=1), options.patience, options.limit)
-    return Verdict(script, trace, judge(trace), notes + _remarks(trace, order))
+    return Verdict(script, trace, judge(trace), _remarks(trace, order))
 
 
 def _check(script: list[str]) -> None:
@@ -90,19 +94,13 @@ def _check(script: list[str]) -> None:
         raise ValueError(f"there is no script {script[0]!r} here ({Path.cwd()})")
 
 
-def _order(script: list[str], options: Audit) -> tuple[Order, list[str]]:
+def _order(script: list[str], options: Audit) -> Order:
     mapped = mapping.needed(options.device)
     gpus = 0 if mapped else torch.cuda.device_count()
     if options.device == "cuda" and gpus == 0:
         raise ValueError("--device cuda, but no GPU is visible; use --device cpu")
     shares = not mapped and gpus < options.nproc
-    notes = []
-    if shares:
-        notes.append(
-            f"{options.nproc} ranks share one GPU, whichever of {options.nproc} they ask for (NCCL over sockets): "
-            "timings mean nothing"
-        )
-    return Order(script, options.nproc, options.steps, mapped, shares), notes
+    return Order(script, options.nproc, options.steps, mapped, shares)
 
 
 def _remarks(trace: Trace, order: Order) -> list[str]:
@@ -116,8 +114,15 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
         )
     if order.mapped and rank.of("device") and any(r.failed for r in trace.ranks):
         remarks.append("the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda")
-    said = [r.printed + (r.first("end") or {}).get("why", "") for r in trace.ranks if r.failed]
-    if order.shares_gpu and any("invalid device ordinal" in text for text in said):
+    if order.shares_gpu and rank.of("device"):
+        remarks.append(
+            f"{order.nproc} ranks share one GPU, whichever of {order.nproc} they ask for (NCCL over sockets): timings "
+            "mean nothing"
+        )
+    said = " ".join(r.printed + (r.first("end") or {}).get("why", "") for r in trace.ranks if r.failed)
+    if order.shares_gpu and "out of memory" in said:
+        remarks.append("the memory of one GPU did not hold all ranks: try a smaller batch, or --device cpu")
+    if order.shares_gpu and any(words in said for words in _NOT_THERE):
         remarks.append(
             "the script reached for a second GPU in a way that is not mapped onto the first: try --device cpu"
         )

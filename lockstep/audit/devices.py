@@ -2,10 +2,11 @@
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .probes.patch import Function, Patches
@@ -19,22 +20,43 @@ class Devices:
         self.recorder, self.place = recorder, place
         self.gpus = gpus
         """How many it believes there are."""
-        self.current = 0
+        self.current, self.is_set = 0, False
         self.used: set[int] = set()
 
     def choose(self, device: Any) -> None:
-        self.recorder.on_gpu = self.place.type == "cpu"
-        self.current = self.index(device)
+        self._begun()
+        self.current, self.is_set = self.index(device), True
         self.recorder.write("device", op="set_device", index=self.current)
 
     def use(self, device: Any) -> None:
-        self.recorder.on_gpu = self.place.type == "cpu"
+        self._begun()
         index = self.index(device)
-        if index == self.place.index and (self.current or self.used - {index}):
-            return  # the real place of a tensor, of which another is made beside it: nothing that was asked for
+        real = index == self.place.index and not isinstance(device, str)
+        if real and (self.current or self.used - {index}):
+            return  # where a tensor really is, beside which another is made: nothing that was asked for
         if index not in self.used:
             self.used.add(index)
             self.recorder.write("device", op="use", index=index)
+
+    def _begun(self) -> None:
+        if self.place.type == "cpu":  # elsewhere a tensor says itself whether it is on a GPU
+            self.recorder.on_gpu = True
+
+    def within(self, asks: Callable[[], bool]) -> type:
+        """In the place of the context managers that change the device, for those who ask for it."""
+        chosen = self
+
+        class Within:
+            def __init__(self, device: Any = None):
+                self.index = chosen.index(device) if device is not None and asks() else chosen.current
+
+            def __enter__(self) -> None:
+                self.before, chosen.current = chosen.current, self.index
+
+            def __exit__(self, *_: object) -> None:
+                chosen.current = self.before
+
+        return Within
 
     def index(self, device: Any) -> int:
         if isinstance(device, int):
@@ -57,21 +79,26 @@ class Instead(TorchFunctionMode):
         self.chosen = chosen
 
     def install(self, patches: Patches) -> None:
-        """For this thread and those that it starts."""
+        """For this thread and those that it starts, and for what runs in the backward pass."""
         self.__enter__()
         patches.later(lambda: self.__exit__(None, None, None))
-        patches.wrap(threading.Thread, "_bootstrap_inner", self._in_thread)
+        patches.wrap(threading.Thread, "_bootstrap_inner", self._again)
+        patches.wrap(torch.autograd, "_engine_run_backward", self._again)
         patches.wrap(DeviceContext, "__init__", self._by_default)
         patches.when_imported(
             "torch.distributed.device_mesh", lambda module: patches.wrap(module.DeviceMesh, "__init__", self._by_mesh)
         )
 
-    def _in_thread(self, original: Function) -> Function:
-        def _bootstrap_inner(thread: threading.Thread) -> None:
-            with type(self)(self.chosen):
-                original(thread)
+    def _again(self, original: Function) -> Function:
+        """A mode is off in other threads, and in what it calls itself, like `Tensor.backward`."""
 
-        return _bootstrap_inner
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(mode, Instead) for mode in _get_current_function_mode_stack()):
+                return original(*args, **kwargs)
+            with type(self)(self.chosen):
+                return original(*args, **kwargs)
+
+        return call
 
     def _by_default(self, original: Function) -> Function:
         """For `set_default_device` and `with torch.device(…)`: they come after this mode."""
@@ -89,7 +116,7 @@ class Instead(TorchFunctionMode):
 
         def __init__(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             if device_type == "cuda":
-                if not self.chosen.used and not self.chosen.current:
+                if not self.chosen.used and not self.chosen.is_set:
                     self.chosen.choose(int(os.environ.get("LOCAL_RANK", "0")))
                 device_type = self.chosen.place.type
             original(mesh, device_type, *args, **kwargs)
@@ -98,6 +125,8 @@ class Instead(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.device:  # named, not used yet
+            return func(*args, **kwargs)
         name, place = getattr(func, "__name__", ""), self.chosen.place
         if name == "cuda":
             self.chosen.use(args[1] if len(args) > 1 else kwargs.get("device"))

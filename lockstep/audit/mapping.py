@@ -35,8 +35,9 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
         patches.wrap(torch.cuda, name, lambda _: lambda *args, **kwargs: torch.get_rng_state())
     for name in ("manual_seed", "manual_seed_all"):
         patches.wrap(torch.cuda, name, lambda _: lambda seed: torch.default_generator.manual_seed(seed))
-    for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "device"):
+    for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
         patches.replace(torch.cuda, name, _Queue)
+    patches.replace(torch.cuda, "device", chosen.within(lambda: True))
     if hasattr(torch, "accelerator"):
         patches.wrap(torch.accelerator, "is_available", lambda _: lambda: _asked_by_user())
         patches.wrap(torch.accelerator, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
@@ -44,6 +45,7 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
         patches.wrap(torch.accelerator, "set_device_index", lambda _: lambda device: chosen.choose(device))
         patches.wrap(torch.accelerator, "current_device_index", lambda _: lambda: chosen.current)
         patches.wrap(torch.accelerator, "synchronize", partial(_always, None))
+        patches.replace(torch.accelerator, "device_index", chosen.within(lambda: True))
     patches.wrap(torch.cuda, "is_available", lambda _: lambda: _asked_by_user())
     patches.wrap(torch.cuda, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
     patches.wrap(torch.cuda, "set_device", lambda _: lambda device: chosen.choose(device))

@@ -6,6 +6,7 @@ as many GPUs as there are ranks, and whichever it asks for is the first.
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .devices import Devices, Instead, is_cuda
 from .probes.patch import Function, Patches
-from .trace import OURS, Recorder, foreign
+from .trace import OURS, Recorder, foreign, generated
 
 _FIRST = torch.device("cuda", 0)
 _PACKAGES = Path(torch.__file__).parents[1]
@@ -27,46 +28,52 @@ _DEEP = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("torch", "triton"))
 def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     """Let this process believe that it has `gpus` GPUs."""
     chosen = Devices(recorder, _FIRST, gpus)
-    for owner, count, choose, current in (
-        (torch.cuda, "device_count", "set_device", "current_device"),
-        (torch.accelerator, "device_count", "set_device_index", "current_device_index"),
+    counted = torch.cuda.device_count
+    for owner, count, choose, current, within in (
+        (torch.cuda, "device_count", "set_device", "current_device", "device"),
+        (torch.accelerator, "device_count", "set_device_index", "current_device_index", "device_index"),
     ):
         patches.wrap(owner, count, lambda original: lambda: original() if _is_deep(_asker()) else chosen.gpus)
         patches.wrap(owner, choose, lambda original: _chosen(original, chosen))
         patches.wrap(owner, current, lambda original: lambda: original() if foreign(_asker()) else chosen.current)
-    patches.wrap(torch.accelerator, "synchronize", lambda original: lambda device=None: original())
+        patches.replace(owner, within, chosen.within(lambda: not _is_deep(_asker())))
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and "_get_device_index" in vars(module):
             patches.wrap(module, "_get_device_index", _index)
     for name in ("get_rng_state", "set_rng_state"):
         patches.wrap(torch.cuda, name, _with_first)
+        patches.wrap(torch.cuda.random, name, _with_first)
     patches.wrap(torch, "load", _load)
+    patches.wrap(torch.storage._StorageBase, "to", _with_first)
     patches.replace(torch, "Generator", _Generator)
     for name in ("init_process_group", "new_group", "barrier"):
         patches.wrap(dist, name, _keywords)
     patches.wrap(DistributedDataParallel, "__init__", lambda original: _ddp(original, chosen))
     patches.when_imported(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
-        lambda module: patches.wrap(module.FullyShardedDataParallel, "__init__", _keywords),
+        lambda module: patches.wrap(module.FullyShardedDataParallel, "__init__", partial(_fsdp, chosen)),
     )
-    patches.wrap(os, "putenv", lambda original: _visible(original, chosen))
+    patches.wrap(os, "putenv", lambda original: _visible(original, chosen, counted))
     Instead(chosen).install(patches)
 
 
-def _visible(original: Function, chosen: Devices) -> Function:
+def _visible(original: Function, chosen: Devices, counted: Function) -> Function:
     """A script that lets each rank see one GPU only: CUDA is started before it does, since only one is there."""
 
     def putenv(name: Any, value: Any) -> None:
-        if os.fsdecode(name) == "CUDA_VISIBLE_DEVICES" and value:
+        words = os.fsdecode(value).split(",")
+        late = torch.cuda.is_initialized() or chosen.recorder.in_worker  # it has no effect any more, or none on us
+        if os.fsdecode(name) == "CUDA_VISIBLE_DEVICES" and words[0] not in ("", "-1") and not late:
             torch.cuda.init()
-            chosen.gpus = len(os.fsdecode(value).split(","))
+            counted()  # torch remembers the answer
+            chosen.gpus = len(words)
         original(name, value)
 
     return putenv
 
 
 def _asker() -> str:
-    """The file of the code that called a function which is replaced here."""
+    """The file of the code that called a function which is replaced here, perhaps through a class of ours."""
     frame: FrameType | None = sys._getframe(2)
     while frame and frame.f_back and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
@@ -74,7 +81,7 @@ def _asker() -> str:
 
 
 def _is_deep(file: str) -> bool:
-    return file.startswith(_DEEP)
+    return file.startswith(_DEEP) or generated(file)
 
 
 def _chosen(original: Function, chosen: Devices) -> Function:
@@ -135,11 +142,21 @@ def _keywords(original: Function) -> Function:
     return call
 
 
+def _fsdp(chosen: Devices, original: Function) -> Function:
+    def __init__(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        if device_id is not None:
+            chosen.use(device_id)
+        original(*args, device_id=_first(device_id), **kwargs)
+
+    return __init__
+
+
 def _ddp(original: Function, chosen: Devices) -> Function:
     def __init__(
         wrapper: Any, module: Any, device_ids: Any = None, output_device: Any = None, *a: Any, **kw: Any
     ) -> None:
-        if device_ids:
+        real = bool(device_ids) and (chosen.index(device_ids[0]) or chosen.current == 0)
+        if device_ids and (real or (type(device_ids[0]) is int and not foreign(_asker()))):
             chosen.recorder.write("device", op="device_ids", index=chosen.index(device_ids[0]))
         original(wrapper, module, _first(device_ids), _first(output_device), *a, **kw)
 

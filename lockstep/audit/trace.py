@@ -43,9 +43,14 @@ class Site(NamedTuple):
 def foreign(file: str) -> bool:
     """Whether code in `file` is a library's and not the user's."""
     if file not in _foreign:
-        library = file.startswith(("<", *_LIBRARIES)) or f"{os.sep}site-packages{os.sep}" in file
+        library = file.startswith(("<", *_LIBRARIES)) or generated(file) or f"{os.sep}site-packages{os.sep}" in file
         _foreign[file] = library and (file.startswith(OURS) or not file.startswith(tuple(_own)))
     return _foreign[file]
+
+
+def generated(file: str) -> bool:
+    """Whether torch.compile wrote the code in `file`."""
+    return "torchinductor_" in file or file.startswith(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "\0")
 
 
 def claim(package: str | None) -> None:

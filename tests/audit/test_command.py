@@ -72,6 +72,20 @@ def test_a_script_with_an_error_has_status_1_and_is_told_where_and_why(tmp_path:
 
 
 @pytest.mark.slow
+def test_a_backward_pass_by_its_function_counts_once(tmp_path: Path) -> None:
+    """Under a mode torch's function hands itself to the mode, which calls it again."""
+    words = "nn.functional.mse_loss(model(a), b).backward()"
+    assert words in TRAIN
+    audit(
+        tmp_path, TRAIN.replace(words, "torch.autograd.backward(nn.functional.mse_loss(model(a), b))"), "--steps", "3"
+    )
+    assert names(tmp_path) == []
+    uneven = TRAIN.replace(words, "torch.autograd.backward(nn.functional.mse_loss(model.module(a), b))")
+    done = audit(tmp_path, uneven + "        if rank == 0:\n            break\n", "--steps", "0", "--patience", "4")
+    assert "rank 0: 4 backward, 4 steps, rank 1: 12 backward, 12 steps" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_hang_is_ended_and_named_with_rank_call_and_line(tmp_path: Path) -> None:
     script = TRAIN + "        if rank == 1 and epoch == 1:\n            dist.barrier()\n"
     done = audit(tmp_path, script, "--steps", "0", "--patience", "3")

@@ -147,9 +147,61 @@ def test_a_thread_of_the_script_is_on_the_first_too(recorder: Recorder) -> None:
     assert found[0].device == FIRST and asked(recorder) == [("use", 2)]
 
 
-def test_the_script_counts_as_many_gpus_as_ranks_and_torch_those_that_are_there(recorder: Recorder) -> None:
+def test_the_script_counts_as_many_gpus_as_ranks(recorder: Recorder) -> None:
     assert torch.cuda.device_count() == 3 == torch.accelerator.device_count()
-    assert torch._utils._get_all_device_indices() in ([0], None)  # it counts for itself; None without CUDA
+
+
+def test_a_device_that_is_only_named_is_what_it_is_called(recorder: Recorder) -> None:
+    assert torch.device(type="cuda", index=2) == torch.device("cuda:2") and asked(recorder) == []
+
+
+def test_a_gpu_for_a_while(recorder: Recorder) -> None:
+    with FakeTensorMode(), torch.cuda.device(2):
+        assert torch.cuda.current_device() == 2 and torch.ones(2).cuda().device == FIRST
+    with torch.accelerator.device_index(1):
+        assert torch.cuda.current_device() == 1
+    assert torch.cuda.current_device() == 0 and asked(recorder) == [("use", 2)]
+
+
+def test_a_gpu_that_is_named_by_the_script_counts_though_tensors_are_there(recorder: Recorder) -> None:
+    torch.cuda.set_device(1)
+    with FakeTensorMode():
+        torch.ones(2, device=torch.device("cuda", 0))  # as x.device says
+        torch.ones(2).to("cuda:0")
+    assert asked(recorder) == [("set_device", 1), ("use", 0)]
+
+
+class Doubled(torch.autograd.Function):
+    """Whose backward pass makes tensors on the device of its rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        PLACES.append(torch.empty(2, device="cuda:1").device.type)
+        return 2 * grad
+
+
+PLACES: list[str] = []
+
+
+@pytest.mark.parametrize("by", ["Tensor.backward", "autograd.backward", "autograd.grad"])
+def test_what_runs_in_the_backward_pass_is_mapped_too(tmp_path: Path, by: str) -> None:
+    recorder, patches = Recorder(tmp_path, 1), Patches()
+    mapping.install(recorder, patches, 2)
+    PLACES.clear()
+    x = torch.ones(2, requires_grad=True)
+    loss = Doubled.apply(x).sum()
+    {
+        "Tensor.backward": loss.backward,
+        "autograd.backward": lambda: torch.autograd.backward(loss),
+        "autograd.grad": lambda: torch.autograd.grad(loss, x),
+    }[by]()
+    patches.undo()
+    recorder.file.close()
+    assert PLACES == ["cpu"]
 
 
 @pytest.mark.parametrize("library", ["torch/distributed/device_mesh.py", "triton/runtime/jit.py"])
@@ -167,6 +219,8 @@ def test_numbers_of_devices_are_said_of_the_first(recorder: Recorder, told: Told
     torch.load("f", map_location={"cuda:0": "cuda:2"})
     torch.load("f", "cuda:1", weights_only=True)
     torch.load("f", map_location=torch.device("cpu"))
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):  # of the first, which is not there
+        torch.ones(2).untyped_storage().to(device=torch.device("cuda", 2))
     dist.init_process_group("nccl", device_id=torch.device("cuda:1"))
     dist.barrier(device_ids=[2])
     assert told == [

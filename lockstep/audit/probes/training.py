@@ -52,6 +52,8 @@ class Training:
         self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         """The modules in a module that drop at random, as it was when it was first looked at."""
         self.versions: list[tuple[str, Tensor, int]] = []
+        self.in_backward = False
+        """Also of a backward pass within another, and of torch's functions that call themselves under a mode."""
 
     # -- forward ----------------------------------------------------------------------------------------------------
     def meet(self, root: nn.Module) -> None:
@@ -103,7 +105,7 @@ class Training:
     # -- backward ---------------------------------------------------------------------------------------------------
     def backward(self, original: Function) -> Function:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.context.hidden:
+            if self.context.hidden or self.in_backward:
                 return original(tensors, *args, **kwargs)
             self.context.roots()
             self._unchanged()
@@ -114,11 +116,14 @@ class Training:
             self.recorder.write("backward", phase="in", n=number, scaled=scaled)
             for key in self.since:  # before: an optimizer may step in the hooks of the backward pass
                 self.since[key] += 1
+            self.in_backward = True
             try:
                 result = original(tensors, *args, **kwargs)
             except BaseException as error:
                 self.recorder.write("backward", phase="failed", n=number, why=str(error)[:500])
                 raise
+            finally:
+                self.in_backward = False
             self.recorder.write("backward", phase="out", n=number)
             return result
 
@@ -140,10 +145,15 @@ class Training:
 
     def gradient(self, original: Function) -> Function:
         def grad(*args: Any, **kwargs: Any) -> Any:
-            if not self.context.hidden:
-                for key in self.since:
-                    self.since[key] += 1
-            return original(*args, **kwargs)
+            if self.context.hidden or self.in_backward:
+                return original(*args, **kwargs)
+            for key in self.since:
+                self.since[key] += 1
+            self.in_backward = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.in_backward = False
 
         return grad
 
