@@ -71,6 +71,21 @@ def is_cuda(thing: Any) -> bool:
     )
 
 
+def generator_on(place: Callable[[Any], Any]) -> type:
+    """Makes torch's generators, for the devices that stand for those asked for."""
+
+    class AnyGenerator(type):
+        def __instancecheck__(cls, thing: Any) -> bool:
+            return isinstance(thing, torch._C.Generator)
+
+    class Generator(metaclass=AnyGenerator):
+        def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]
+            return torch._C.Generator(place(device))
+
+    Generator.__module__, Generator.__qualname__ = "torch", "Generator"  # by which one that is pickled is found again
+    return Generator
+
+
 class Instead(TorchFunctionMode):
     """Every torch function that is told to use a GPU uses the place that stands for it."""
 
@@ -133,16 +148,21 @@ class Instead(TorchFunctionMode):
             given = {k: v for k, v in kwargs.items() if k != "device"}
             return func(args[0], place, *args[2:], **given) if place.type == "cuda" else args[0]
         if type(kwargs.get("device")) is int:
-            kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
+            kwargs = {**kwargs, "device": self._numbered(kwargs["device"])}
         first = 1
         if name == "_parse_to":  # what Module.to was told
-            first, args = 0, tuple(torch.device("cuda", a) if type(a) is int else a for a in args)
+            first, args = 0, tuple(self._numbered(a) if type(a) is int else a for a in args)
         device = next((a for a in (*args[first:], *kwargs.values()) if is_cuda(a)), None)
         if device is not None:
             self.chosen.use(device)
             args = tuple(place if is_cuda(a) else a for a in args)
             kwargs = {k: place if is_cuda(v) else v for k, v in kwargs.items()}
         elif name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
-            self.chosen.use(args[1])
+            if args[1] >= 0:
+                self.chosen.use(args[1])
             args = (args[0], place, *args[2:])
         return func(*args, **kwargs)
+
+    def _numbered(self, index: int) -> torch.device:
+        """-1 is what a tensor on the CPU says of itself."""
+        return torch.device("cuda", index) if index >= 0 else torch.device("cpu")

@@ -24,7 +24,9 @@ _HALF = {16: "bf16-mixed", "16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-tru
 
 def install(recorder: Recorder, patches: Patches, ranks: int) -> None:
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    patches.when_imported("accelerate.accelerator", partial(_wrap, patches, "Accelerator", _accelerate))
+    patches.when_imported(
+        "accelerate.accelerator", partial(_wrap, patches, "Accelerator", partial(_accelerate, recorder))
+    )
     around = partial(_lightning, recorder, ranks)
     for name, module in _LIGHTNING:
         patches.when_imported(module, partial(_wrap, patches, name, around))
@@ -34,9 +36,12 @@ def _wrap(patches: Patches, name: str, around: Callable[[Function], Function], m
     patches.wrap(vars(module)[name], "__init__", around)
 
 
-def _accelerate(original: Function) -> Function:
+def _accelerate(recorder: Recorder, original: Function) -> Function:
     def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
         asked = inspect.signature(original).bind(accelerator, *args, **kwargs)
+        if not asked.arguments.get("cpu"):
+            recorder.on_gpu = True
+            recorder.write("device", op="framework", index=-1)
         if str(asked.arguments.get("mixed_precision")) == "fp16":
             asked.arguments["mixed_precision"] = "bf16"
         original(*asked.args, **asked.kwargs)
@@ -48,6 +53,7 @@ def _lightning(recorder: Recorder, ranks: int, original: Function) -> Function:
     def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
         asked = inspect.signature(original).bind(trainer, *args, **kwargs)
         if asked.arguments.get("accelerator", "auto") in ("auto", "gpu", "cuda"):
+            recorder.on_gpu = True
             recorder.write("device", op="framework", index=-1)
             asked.arguments["accelerator"] = "cpu"
             devices = asked.arguments.get("devices", "auto")

@@ -7,6 +7,7 @@ with it is found here as it would be there. What cannot be had is said in the re
 import os
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..parallel import share_batch_norm
-from .devices import Devices, Instead
+from .devices import Devices, Instead, generator_on
 from .probes.patch import Function, Patches
 from .trace import Recorder, foreign
 
@@ -31,6 +32,8 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     chosen = Devices(recorder, _CPU, gpus)
     for name, answer in _ANSWERS.items():
         patches.wrap(torch.cuda, name, partial(_always, answer))
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        patches.wrap(torch.cuda.nvtx, name, partial(_always, 0))
     for name in ("get_rng_state", "get_rng_state_all"):
         patches.wrap(torch.cuda, name, lambda _: lambda *args, **kwargs: torch.get_rng_state())
     for name in ("manual_seed", "manual_seed_all"):
@@ -52,7 +55,7 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     patches.wrap(torch.cuda, "current_device", lambda _: lambda: chosen.current)
     patches.wrap(torch.cuda, "get_device_name", lambda _: lambda *_: "CPU in the place of a GPU")
     patches.wrap(torch, "load", _load)
-    patches.replace(torch, "Generator", _Generator)
+    patches.replace(torch, "Generator", generator_on(lambda device: "cpu"))
     patches.wrap(torch, "compile", _compile)
     patches.wrap(torch.autocast, "__init__", _autocast)
     patches.wrap(torch.amp.GradScaler, "__init__", _scaler)
@@ -60,6 +63,10 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     for name in ("init_process_group", "new_group"):
         patches.wrap(dist, name, _group)
     patches.wrap(DistributedDataParallel, "__init__", lambda original: _wrap(original, chosen))
+    patches.when_imported(
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        lambda module: patches.wrap(module.FullyShardedDataParallel, "__init__", _flat),
+    )
     patches.wrap(nn.SyncBatchNorm, "convert_sync_batchnorm", _convert)
     _OnCpu(chosen).install(patches)
 
@@ -84,6 +91,14 @@ _ANSWERS: dict[str, Any] = {
     "set_rng_state": None,
     "set_rng_state_all": None,
     "mem_get_info": (1 << 34, 1 << 34),
+    "memory_stats": Counter(),
+    "memory_summary": "",
+    "reset_max_memory_allocated": None,
+    "reset_max_memory_cached": None,
+    "reset_accumulated_memory_stats": None,
+    "set_per_process_memory_fraction": None,
+    "utilization": 0,
+    "init": None,
 }
 
 
@@ -125,14 +140,9 @@ class _OnCpu(Instead):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("pin_memory", "record_stream"):
             return args[0]
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-class _Generator(torch.Generator):
-    """One for any device, on the CPU."""
-
-    def __new__(cls, device: Any = "cpu") -> "_Generator":
-        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        return super().__torch_function__(
+            func, types, args, {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
+        )
 
 
 def _accelerator(original: Function) -> Function:
@@ -151,6 +161,8 @@ def _load(original: Function) -> Function:
 
 def _compile(original: Function) -> Function:
     def compile(model: Any = None, **kwargs: Any) -> Any:
+        if isinstance(model, nn.Module):
+            vars(model)["_orig_mod"] = model  # not as one of its modules
         return model if model is not None else lambda function: function
 
     return compile
@@ -184,10 +196,20 @@ def _group(original: Function) -> Function:
 
 
 def _wrap(original: Function, chosen: Devices) -> Function:
-    def __init__(wrapper: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, **kw: Any) -> None:
+    def __init__(
+        wrapper: Any, module: nn.Module, device_ids: Any = None, output: Any = None, *a: Any, **kw: Any
+    ) -> None:
         if device_ids:
             chosen.recorder.write("device", op="device_ids", index=chosen.index(device_ids[0]))
-        original(wrapper, module, **kw)
+        kw.pop("output_device", None)
+        original(wrapper, module, None, None, *a, **kw)
+
+    return __init__
+
+
+def _flat(original: Function) -> Function:
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs | {"device_id": _CPU})
 
     return __init__
 

@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import faulthandler
+import importlib.util
 import os
 import runpy
 import signal
@@ -97,8 +98,8 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
     recorder.write("start", None, argv=words, environment=_settings())
     try:
         if words[0] == "-m":
-            sys.argv = words[1:]
             sys.path.insert(0, str(Path.cwd()))
+            sys.argv = [words[1], *_old_flag(words), *words[2:]]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = [words[0], *_old_flag(words), *words[1:]]
@@ -107,9 +108,12 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
         recorder.write("end", None, how="done", status=0)
         return 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        recorder.write("end", None, how="exit", status=status)
-        return status
+        if end.code is None or isinstance(end.code, int):
+            recorder.write("end", None, how="exit", status=end.code or 0)
+            return end.code or 0
+        os.write(2, f"{end.code}\n".encode())  # as Python does it
+        recorder.write("end", _last_line(end), how="exit", status=1, why=str(end.code)[:2000] or "SystemExit")
+        return 1
     except BaseException as error:
         sys.stdout.flush()
         os.write(2, traceback.format_exc().encode())  # the script may have silenced print on all ranks but one
@@ -120,9 +124,21 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
 def _old_flag(words: list[str]) -> list[str]:
     """--local_rank, as launchers once passed it and torch.distributed.launch does, for a script that declares it."""
     flags = ("--local_rank", "--local-rank")
-    declared = declared_flag(words[0], flags)
+    declared = declared_flag(_file(words), flags)
     given = any(word.startswith(flags) for word in words)
     return [f"{declared}={os.environ['LOCAL_RANK']}"] if declared and not given else []
+
+
+def _file(words: list[str]) -> str:
+    """Where the script is."""
+    if words[0] != "-m":
+        return words[0]
+    with suppress(ImportError, ValueError):  # that there is no such module will be said by whoever runs it
+        spec = importlib.util.find_spec(words[1])
+        if spec and spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{words[1]}.__main__")
+        return spec.origin or "" if spec else ""
+    return ""
 
 
 def _settings() -> dict[str, str]:

@@ -35,6 +35,7 @@ def watch_ranks(order: Order, patience: float, limit: float) -> Trace:
         with _started(order, folder) as pids:
             end = _wait(pids, folder, patience if order.mapped else 4 * patience, limit, order.mapped)
             hung = end == "hung"
+            printed = [_text(folder / f"rank{n}.out") for n in range(order.nproc)]  # the signal for stacks adds to it
             stacks = _stacks(pids, folder) if hung else {}
             statuses = [_status(pid, folder, number, end != "through") for number, pid in enumerate(pids)]
             # One that is killed makes others fail: they must not write that down.
@@ -46,7 +47,7 @@ def watch_ranks(order: Order, patience: float, limit: float) -> Trace:
         for number, stack in stacks.items():
             ranks[number].stack = stack
         for rank in ranks:
-            rank.printed = _text(folder / f"rank{rank.number}.out")
+            rank.printed = printed[rank.number]
         return Trace(ranks, hung, over=end == "over")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

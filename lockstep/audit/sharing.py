@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .devices import Devices, Instead, is_cuda
+from .devices import Devices, Instead, generator_on, is_cuda
 from .probes.patch import Function, Patches
 from .trace import OURS, Recorder, foreign, generated
 
@@ -45,7 +45,7 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
         patches.wrap(torch.cuda.random, name, _with_first)
     patches.wrap(torch, "load", _load)
     patches.wrap(torch.storage._StorageBase, "to", _with_first)
-    patches.replace(torch, "Generator", _Generator)
+    patches.replace(torch, "Generator", generator_on(_first))
     for name in ("init_process_group", "new_group", "barrier"):
         patches.wrap(dist, name, _keywords)
     patches.wrap(DistributedDataParallel, "__init__", lambda original: _ddp(original, chosen))
@@ -121,18 +121,6 @@ def _load(original: Function) -> Function:
         return original(f, _first(map_location), *args, **kwargs)
 
     return load
-
-
-class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
-    def __instancecheck__(cls, thing: Any) -> bool:
-        return isinstance(thing, torch._C.Generator)
-
-
-class _Generator(torch.Generator, metaclass=_AnyGenerator):
-    """One for any GPU, on the first."""
-
-    def __new__(cls, device: Any = "cpu") -> "_Generator":
-        return super().__new__(cls, _first(device))  # type: ignore[call-arg]
 
 
 def _keywords(original: Function) -> Function:

@@ -138,7 +138,9 @@ class Rank:
     def failed(self) -> bool:
         """Whether its script did not come to an end of its own."""
         end = self.first("end")
-        return end["how"] == "crash" if end else bool(self.status) and not self.first("enough")
+        if end is None:
+            return bool(self.status) and not self.first("enough")
+        return end["how"] == "crash" or bool(end["status"])
 
     @property
     def steps(self) -> list[Record]:

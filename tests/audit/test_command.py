@@ -120,6 +120,48 @@ def test_a_crash_is_reported_with_its_line_and_what_was_printed(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "fail",
+    [
+        "raise SystemExit('give --data')",
+        "nn.functional.mse_loss(model(a), b).detach().backward()",
+        "os.kill(os.getpid(), 9)",
+    ],
+)
+def test_of_two_ranks_the_one_that_failed_by_itself_is_named(tmp_path: Path, fail: str) -> None:
+    """The other waits for it, or loses its connection, in a call that is watched or in one that is not."""
+    script = TRAIN.replace("model = DDP(nn.Linear(2, 1))", "torch.manual_seed(0)\n    model = nn.Linear(2, 1)").replace(
+        "            optimizer.step()\n",
+        f"            if epoch == 1 and rank == 1:\n                {fail}\n"
+        "            for work in [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()]:\n"
+        "                work.wait()\n            optimizer.step()\n",
+    )
+    done = audit(tmp_path, script, "--steps", "0", "--patience", "5")
+    assert names(tmp_path)[0] == "crashed" and not {"uneven-steps", "hangs"} & set(names(tmp_path)), done.stdout
+    (found,) = [f for f in json.loads((tmp_path / "audit.json").read_text())["findings"] if f["name"] == "crashed"]
+    assert found["what"].startswith("rank 1 ")
+    assert "SystemExit" not in fail or "give --data" in found["what"]
+
+
+@pytest.mark.slow
+def test_a_module_that_declares_the_old_flag_is_given_it(tmp_path: Path) -> None:
+    script = TRAIN.replace(
+        'dist.init_process_group("gloo")',
+        "import argparse\n    p = argparse.ArgumentParser()\n"
+        "    p.add_argument('--local_rank', type=int, required=True)\n"
+        "    torch.cuda.set_device(p.parse_args().local_rank)\n    dist.init_process_group('gloo')",
+    )
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").touch()
+    (tmp_path / "package/train.py").write_text(textwrap.dedent(script))
+    words = ["lockstep", "audit", "--json", "audit.json", "--device", "cpu", "--", "-m", "package.train"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and names(tmp_path) == [], done.stdout
+
+
+@pytest.mark.slow
 def test_a_killed_rank_is_a_crash(tmp_path: Path) -> None:
     done = audit(
         tmp_path, TRAIN + "        if epoch == 1 and rank == 1:\n            os.kill(os.getpid(), 9)\n", "--steps", "0"

@@ -12,8 +12,12 @@ from ..trace import Rank, Record, Site, Trace, where
 
 UNUSED = "parameters that were not used in producing loss"
 """What DDP says when it waits for a gradient that never comes."""
-_GONE = ("ncclRemoteError", "ncclSystemError", "Watchdog caught collective operation timeout")
-"""What NCCL and its watchdog say when another rank is gone."""
+_GONE = (
+    "gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting",
+    "DistNetworkError", "DistStoreError", "monitoredBarrier", "ncclRemoteError", "ncclSystemError",
+    "NCCL communicator was aborted", "Watchdog caught collective operation timeout",
+)  # fmt: skip
+"""What gloo, NCCL and torch say when another rank is gone, or at another place."""
 _CONDITIONS = ("rank", "local", "main", "master", "zero", "primary", "leader")
 
 
@@ -42,7 +46,9 @@ def doing(rank: Rank) -> str:
     if rank.first("enough"):
         return "had taken its steps"
     end = rank.first("end")
-    if end and end["how"] == "crash":
+    if end and rank.failed and "why" not in end:
+        return f"had ended with status {end['status']}"
+    if end and rank.failed:
         return f"had failed at {where(end)}: {shorten(end['why'], 160, placeholder=' …')}"
     if end:
         return "had ended"
@@ -171,8 +177,7 @@ def _own_crash(rank: Rank) -> bool:
     """An error of the rank's own, not one that came over the network because another rank was gone."""
     end = rank.first("end")
     why = end.get("why", "") if end else rank.printed if rank.status == -signal.SIGABRT else ""
-    calls = [r["why"][:60] for r in rank.records if r.get("phase") == "failed"] if end else []
-    return rank.failed and not any(sign in why for sign in (*calls, *_GONE))
+    return rank.failed and not any(sign in why for sign in _GONE)
 
 
 def _ended(rank: Rank) -> str:
@@ -188,10 +193,6 @@ def _crashes(trace: Trace) -> Iterator[Finding]:
         return  # DDP's word for a finding of its own
     for rank in (own or lost)[:1]:
         end = rank.first("end")
-        text = f"failed: {end['why'].strip().splitlines()[0][:300]}" if end else f"was {_ended(rank)}"
+        why = (end.get("why") or f"status {end['status']}").strip() if end else ""
+        text = f"failed: {why.splitlines()[0][:300]}" if why else f"was {_ended(rank)}"
         yield finding("crashed", f"rank {rank.number} {text}", where(end or next(reversed(rank.records), None)))
-    for rank in trace.ranks:
-        end = rank.first("end")
-        if end and end["how"] == "exit" and end["status"] not in (0, None):
-            yield finding("crashed", f"rank {rank.number} ended with status {end['status']}")
-            return
