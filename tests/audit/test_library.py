@@ -74,7 +74,7 @@ def test_all_ranks_hear_what_is_wrong(ranks: Callable[[int], Ranks]) -> None:
 LOOKS = {
     "training.row_hashes": "Training._inputs",
     "context.checksums": "Training._sums",
-    "data.row_hashes": "Data._hashes",
+    "data.sample_hashes": "Data._hashes",
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.audit.probes.files import _PROGRESS
-from lockstep.audit.probes.tensors import row_hashes
+from lockstep.audit.probes.tensors import row_hashes, sample_hashes
 from lockstep.audit.source import asks, declared_flag
 
 ASKED = {
@@ -103,6 +103,20 @@ def test_a_change_at_the_beginning_the_end_or_between_is_seen() -> None:
     samples = torch.zeros(4, 4096)
     samples[1, 3], samples[2, 4096 - 250], samples[3, 2050] = 1, 1, 1
     assert len(set(row_hashes([samples]))) == 4
+
+
+def test_samples_with_hardly_anything_in_them_are_told_apart() -> None:
+    """Bags of words: few ones, at places that a look at 256 of 5,000 numbers misses."""
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.zeros(200, 5000).scatter_(1, torch.randint(0, 5000, (200, 10), generator=generator), 1.0)
+    assert len(set(row_hashes([samples]))) == 200 and row_hashes([samples[7:9]]) == row_hashes([samples])[7:9]
+
+
+def test_the_tensors_of_a_sample_are_known_by_themselves() -> None:
+    x, y = torch.randn(40, 300), torch.arange(40) % 3
+    (_, (images, labels)), (_, (others, same)) = sample_hashes([x, y]), sample_hashes([x + 1, y])
+    assert len(images) == len(labels) == 32 and len(set(labels)) == 3
+    assert labels == same and not set(images) & set(others)
 
 
 def test_what_has_no_numbers_is_passed_over() -> None:

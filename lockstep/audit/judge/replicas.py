@@ -22,6 +22,13 @@ def _by_step(rank: Rank, kind: str) -> dict[tuple[int, int], Record]:
     return {(r["optimizer"], r["n"]): r for r in rank.of(kind)}
 
 
+def _looked_at(rank: Rank) -> dict[tuple[int, int], Record]:
+    """Steps, with the sums of their weights where these were taken at once or at the end of the epoch."""
+    steps = _by_step(rank, "step")
+    later = {key: {"sums": look["sums"]} for key, look in _by_step(rank, "look").items()}
+    return {key: step | later.get(key, {}) for key, step in steps.items()}
+
+
 def common(sums: list[dict[str, int]]) -> list[dict[str, int]]:
     """Only what all ranks have: names may be unknown on some."""
     names = set.intersection(*(set(s) for s in sums))
@@ -32,7 +39,7 @@ def _weights(trace: Trace) -> Iterator[Finding]:
     if trace.world == 1 or any(rank.first("join") for rank in trace.ranks):
         return  # under Join the k-th step of one rank is not that of another
     before = [_by_step(rank, "weights") for rank in trace.ranks]
-    steps = [_by_step(rank, "step") for rank in trace.ranks]
+    steps = [_looked_at(rank) for rank in trace.ranks]
     for key in sorted(set.intersection(*(set(s) for s in steps)), key=lambda k: k[1]):
         records = [s[key] for s in steps]
         if not all("sums" in r for r in records):

@@ -1,8 +1,10 @@
 """Each sample once: shards of training, splits, evaluation, streams."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -11,8 +13,10 @@ from ..catalog import Finding, finding
 from ..trace import Rank, Record, Site, Trace, where
 
 _MUCH = 0.1
-_ENOUGH = 8
 """Share of a pass above which repeated samples are no rounding to whole batches."""
+_ENOUGH = 8
+"""Samples below which nothing is concluded from what they have in common."""
+_PASSES: WeakKeyDictionary[Rank, list["Pass"]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -32,8 +36,21 @@ class Pass:
     fed: int = 0
     """Most samples that the model was given at once while training on it."""
     after: list[Record] = field(default_factory=list)
-    """What came after its end, up to the next training on another pass."""
-    closed: bool = False
+    """What came after its end, up to the next backward pass."""
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of some samples, by their places, what each tensor of them is known by."""
+    labels: list[int] = field(default_factory=list)
+    """Which of the tensors hold no fractions: they are hardly ever drawn at random."""
+
+    def add(self, batch: Record) -> None:
+        index = batch.get("index", [])
+        self.index += index
+        self.hashes += batch.get("hashes", [])
+        self.parts |= dict(zip(index, zip(*batch.get("parts", ()), strict=True), strict=False))
+        self.labels = batch.get("labels", [])
+        self.rows = max(self.rows, batch["rows"])
+        self.batches += 1
+        self.waiting += batch["learns"]
 
     @property
     def at(self) -> Site | None:
@@ -42,41 +59,54 @@ class Pass:
 
 def passes(rank: Rank) -> list[Pass]:
     """A rank's passes in the order they began."""
+    if rank not in _PASSES:
+        _PASSES[rank] = _passes(rank)
+    return _PASSES[rank]
+
+
+def _passes(rank: Rank) -> list[Pass]:
     found: dict[tuple[int, int], Pass] = {}
     last: Pass | None = None
+    given: list[Pass] = []  # that gave batches since the last backward pass
+    after: list[Pass] = []  # that ended, and of which it is not known yet what follows from them
     for record in rank.records:
-        kind = record["kind"]
+        kind, key = record["kind"], (record.get("n"), record.get("epoch"))
         if kind == "loader":
             found[record["n"], record["epoch"]] = Pass(record)
-        elif kind == "batch" and (key := (record["n"], record["epoch"])) in found:
+        elif kind == "batch" and key in found:
             last = found[key]
-            last.index += record.get("index", [])
-            last.hashes += record.get("hashes", [])
-            last.rows = max(last.rows, record["rows"])
-            last.batches += 1
-            last.waiting += record["learns"]
-            last.ended |= last.batches == last.loader["batches"]  # some loops count and never ask for one more
-        elif kind == "pass_end" and (key := (record["n"], record["epoch"])) in found:
+            last.add(record)
+            given += [last] if last.waiting == 1 and record["learns"] else []
+            if last.batches == last.loader["batches"] and not last.ended:  # some loops never ask for one more
+                last.ended = True
+                after.append(last)
+        elif kind == "pass_end" and key in found and not found[key].ended:
             found[key].ended = True
+            after.append(found[key])
         elif kind == "backward" and record["phase"] == "in" and last is not None:
-            _learn_from(list(found.values()), last)
+            _learn_from(given, last)
+            given = []
         elif kind == "input" and last is not None:
             last.fed = max(last.fed, record.get("rows", 0))
-        for one in found.values():
-            if one.ended and not one.trains and not one.closed:
-                one.after.append(record)
-                one.closed = kind in ("backward", "end")
+        after = [one for one in after if not one.trains]
+        for one in after:
+            one.after.append(record)
+        if kind in ("backward", "end"):
+            after = []
+    most: Counter[Site | None] = Counter()
+    for one in found.values():
+        most[one.at] = max(most[one.at], one.fed)
     for one in found.values():  # the probes look at the model's inputs now and then only
-        one.fed = one.fed or max(p.fed for p in found.values() if p.at == one.at)
+        one.fed = one.fed or most[one.at]
     return list(found.values())
 
 
-def _learn_from(known: list[Pass], last: Pass) -> None:
+def _learn_from(given: list[Pass], last: Pass) -> None:
     """Which passes a backward pass belongs to: those that gave one batch for it, or else the one that gave the last."""
-    one_each = [p for p in known if p.waiting == 1 and (not p.ended or p is last)]
+    one_each = [p for p in given if p.waiting == 1 and (not p.ended or p is last)]
     for one in one_each or [last]:
         one.trains = True
-    for one in known:
+    for one in given:
         one.waiting = 0
 
 
@@ -137,16 +167,40 @@ def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
 
 def _own_sets(group: list[Pass], trace: Trace) -> bool:
     """Whether the data sets of the ranks are parts of one, each numbered by itself: ranks have the same numbers, yet
-    nothing that one was given is on another; and a number that came again stood for the same: nothing is drawn."""
+    nothing that one was given is on another; and that is not because something is drawn for each."""
     given = Counter(content for one in group for content in set(one.hashes))
     numbers = Counter(place for one in group for place in set(one.index))
     if not given or max(given.values()) > 1 or sum(n > 1 for n in numbers.values()) < _ENOUGH:
         return False
+    alike = _alike(group)
+    return _steady(group[0].at, trace) if alike is None else not alike
+
+
+def _alike(group: list[Pass]) -> bool | None:
+    """Whether places that several ranks were given hold the same samples, by the tensors they are made of: something is
+    drawn for some of them, but hardly for their labels. None: it cannot be said."""
+    both = [(group[0].parts[n], one.parts[n]) for one in group[1:] for n in one.parts if n in group[0].parts]
+    if len(both) < _ENOUGH:
+        return None
+    differs = False
+    for n in range(min(len(part) for pair in both for part in pair)):
+        values = Counter(a[n] for a, _ in both)
+        chance = sum((count / len(both)) ** 2 for count in values.values())
+        equal = sum(a[n] == b[n] for a, b in both) / len(both)
+        if equal == 1 and chance ** len(both) < 1e-6:
+            return True
+        differs |= n in group[0].labels and len(both) >= 2 * _ENOUGH and equal < 0.8
+    return False if differs else None
+
+
+@lru_cache(maxsize=16)
+def _steady(at: Site | None, trace: Trace) -> bool:
+    """Whether a number that came again, in another epoch, stood for the same."""
     known: dict[tuple[int, int], set[int]] = {}
     again = 0
     for rank in trace.ranks:
         for one in passes(rank):
-            if one.at == group[0].at and len(one.index) == len(one.hashes):
+            if one.at == at and len(one.index) == len(one.hashes):
                 for place, content in zip(one.index, one.hashes, strict=True):
                     again += (rank.number, place) in known
                     known.setdefault((rank.number, place), set()).add(content)
@@ -181,7 +235,7 @@ def _unseen(group: list[Pass], counts: Counter[int], world: int) -> Iterator[Fin
 
 def _streams(group: list[Pass]) -> Iterator[Finding]:
     lists = [one.hashes for one in group]
-    if not group[0].trains or not all(len(set(h)) >= 8 for h in lists):
+    if not group[0].trains or not all(len(set(h)) >= _ENOUGH for h in lists):
         return
     counts = Counter(h for part in lists for h in set(part))
     shared = sum(n > 1 for n in counts.values()) / len(counts)
@@ -213,15 +267,15 @@ def _splits(groups: list[list[Pass]]) -> Iterator[Finding]:
 
 def _overlap(trace: Trace) -> Iterator[Finding]:
     everything = [one for rank in trace.ranks for one in passes(rank)]
-    training = [one for one in everything if one.trains]
-    for test in (one for one in everything if not one.trains and one.index):
+    training = _by_set(one for one in everything if one.trains)
+    for test in _by_set(one for one in everything if not one.trains and one.index):
         for train in training:
             same = train.loader["dataset"] == test.loader["dataset"]
             if same and train.loader["subset"] == test.loader["subset"]:
                 continue  # how well the training set itself is fitted
             if same and (test.loader["partial"] or train.loader["partial"]):
                 shared = set(train.index) & set(test.index)
-            elif not same and len(set(test.hashes)) >= 8:
+            elif not same and len(set(test.hashes)) >= _ENOUGH:
                 shared = set(train.hashes) & set(test.hashes)
                 shared = shared if len(shared) > 0.02 * len(set(test.hashes)) else set()
             else:
@@ -232,12 +286,25 @@ def _overlap(trace: Trace) -> Iterator[Finding]:
                 return
 
 
+def _by_set(found: Iterable[Pass]) -> list[Pass]:
+    """Passes at one place over one set, as one."""
+    sets: dict[object, Pass] = {}
+    for one in found:
+        subset = one.loader["subset"]
+        key = (one.at, one.loader["dataset"], one.loader["partial"], tuple(subset) if subset else None)
+        whole = sets.setdefault(key, Pass(one.loader))
+        whole.index += one.index
+        whole.hashes += one.hashes
+    return list(sets.values())
+
+
 def _metrics(groups: list[list[Pass]], trace: Trace) -> Iterator[Finding]:
     for group in groups:
         first = group[0]
         if first.trains or not first.ended or not trace.ranks[0].steps:
             continue
-        lists = [one.index or one.hashes for one in group]
+        own = _own_sets(group, trace)
+        lists = [one.hashes if own else one.index or one.hashes for one in group]
         if not all(lists) or any(set(part) & set(lists[0]) == set(part) for part in lists[1:]):
             continue  # unknown, or every rank evaluates everything
         later = _until_training(first.after)

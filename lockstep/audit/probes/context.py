@@ -71,6 +71,8 @@ class Context:
         self._roots: list[nn.Module] = []
         self._known = -1
         self.on_root: list[Callable[[nn.Module], None]] = []
+        self.on_pass_end: list[Callable[[], None]] = []
+        """What is done when a loader has given its last batch, with gradients on."""
 
     @property
     def hidden(self) -> bool:

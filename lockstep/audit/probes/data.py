@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ..trace import Site, site
 from .context import Context, careful
 from .patch import Function, Patches
-from .tensors import row_hashes, tensors
+from .tensors import sample_hashes, tensors
 
 _FETCHES = 4
 
@@ -114,6 +114,8 @@ class Data:
             except StopIteration:
                 self.context.in_loop = False
                 self.recorder.write("pass_end", n=passing.loader, epoch=passing.epoch)
+                for act in self.context.on_pass_end if torch.is_grad_enabled() else ():
+                    act()
                 raise
             finally:
                 self.context.in_loader -= 1
@@ -127,7 +129,7 @@ class Data:
         index = self._index(passing, passing.drawn.popleft() if passing.drawn else None)
         seen: dict[str, Any] = {"n": passing.loader, "epoch": passing.epoch, **({"index": index} if index else {})}
         leaves = list(tensors(batch))
-        seen["hashes"] = self._hashes(leaves) or []
+        seen |= self._hashes(leaves) or {"hashes": []}
         seen["rows"] = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
         seen["learns"] = torch.is_grad_enabled()
         self.context.given = leaves
@@ -142,9 +144,14 @@ class Data:
         return [passing.places[i] for i in index] if passing.places is not None else index
 
     @careful
-    def _hashes(self, leaves: list[Tensor]) -> list[int]:
+    def _hashes(self, leaves: list[Tensor]) -> dict[str, Any]:
         with self.recorder.hide():
-            return row_hashes([t for t in leaves if not t.is_cuda][:4])[:1024]
+            batch = [t for t in leaves if not t.is_cuda][:4]
+            hashes, parts = sample_hashes(batch)
+        seen: dict[str, Any] = {"hashes": hashes[:1024]}
+        if len(batch) == len(parts) > 1:
+            seen |= {"parts": parts, "labels": [n for n, t in enumerate(batch) if not t.is_floating_point()]}
+        return seen
 
     def order(self, original: Function) -> Function:
         def __iter__(sampler: DistributedSampler[Any]) -> Any:

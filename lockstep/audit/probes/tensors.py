@@ -12,6 +12,10 @@ from ...watch.ledger import GAMMA, mixed
 _RUNS = 16
 """So many runs of so many neighbours tell a large sample from others. Not single numbers all over it: memory comes in
 lines, and to read those of a new batch costs more than what is done with them."""
+_RUNS_OF_EMPTY, _FEW = 256, 2
+"""As many where of each fourth number fewer than this are unlike the first: bags of words, sparse fingerprints."""
+FIRST = 32
+"""Samples of a batch of which each tensor is known by itself."""
 _NUMPY = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float32, torch.float64,
@@ -42,7 +46,13 @@ def readable(tensor: Tensor) -> bool:
 
 
 def row_hashes(batch: list[Tensor]) -> list[int]:
-    """A number for each sample of a batch that depends on its bits and their places.
+    """A number for each sample of a batch."""
+    return sample_hashes(batch)[0]
+
+
+def sample_hashes(batch: list[Tensor]) -> tuple[list[int], list[list[int]]]:
+    """A number for each sample of a batch that depends on its bits and their places; and for the first samples, by
+    tensor, such a number for what of them is in it.
 
     By NumPy, in one thread: torch would wake all of its threads for this little, beside workers that are busy.
     """
@@ -53,16 +63,29 @@ def row_hashes(batch: list[Tensor]) -> list[int]:
             continue
         columns.append(_looked_at(t))
     if not columns:
-        return []
+        return [], []
     bits = np.concatenate(columns, 1).view(np.uint64)
-    return mixed(bits + np.arange(bits.shape[1], dtype=np.uint64) * GAMMA).sum(1).tolist()
+    numbers = mixed(bits + np.arange(bits.shape[1], dtype=np.uint64) * GAMMA)
+    begins = np.cumsum([0, *(column.shape[1] for column in columns[:-1])])
+    return numbers.sum(1).tolist(), np.add.reduceat(numbers[:FIRST], begins, axis=1).T.tolist()
 
 
 def _looked_at(tensor: Tensor) -> np.ndarray:
-    """Numbers of each sample."""
+    """Numbers of each sample; more of them, added to the first, of one in which hardly anything is to be seen."""
     rows = tensor.detach().reshape(len(tensor), -1)
-    step = rows.shape[1] // _RUNS
-    if step > _RUNS:
-        rows = rows[:, : _RUNS * step].unflatten(1, (_RUNS, step))[:, :, :_RUNS]
+    numbers = _runs(rows, _RUNS)
+    if rows.shape[1] > numbers.shape[1]:
+        empty = np.flatnonzero((numbers[:, ::4] != numbers[:, :1]).sum(1) < _FEW)
+        if len(empty):
+            more = _runs(rows[torch.from_numpy(empty).to(rows.device)], _RUNS_OF_EMPTY).view(np.uint64)
+            places = np.arange(more.shape[1], dtype=np.uint64) * GAMMA
+            numbers.view(np.uint64)[empty, 0] = mixed(more + places).sum(1)
+    return numbers
+
+
+def _runs(rows: Tensor, runs: int) -> np.ndarray:
+    step = rows.shape[1] // runs
+    if step > runs:
+        rows = rows[:, : runs * step].unflatten(1, (runs, step))[:, :, :runs]
     plain = rows if rows.dtype in _NUMPY else rows.float()
     return plain.cpu().resolve_neg().numpy().astype(np.float64).reshape(len(rows), -1)

@@ -23,6 +23,7 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 def install(context: Context, patches: Patches) -> None:
     probe = Training(context, patches, wrappers.install(context, patches))
     context.on_root.append(probe.meet)
+    context.on_pass_end.append(probe.look_back)
     patches.wrap(torch.autograd, "backward", probe.backward)
     patches.wrap(torch.autograd, "grad", probe.gradient)
     patches.wrap(Optimizer, "__init__", probe.optimizer)
@@ -52,6 +53,8 @@ class Training:
         self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         """The modules in a module that drop at random, as it was when it was first looked at."""
         self.versions: list[tuple[str, Tensor, int]] = []
+        self.looked: dict[int, int] = {}
+        """The last step of an optimizer after which its weights were looked at."""
         self.in_backward = False
         """Also of a backward pass within another, and of torch's functions that call themselves under a mode."""
 
@@ -208,8 +211,9 @@ class Training:
         seen: dict[str, Any] = {"optimizer": number, "n": n, "lr": _rates(optimizer), "backwards": self.since[number]}
         seen["stale"] = self.kept.get(number, False) and worth_a_look(n - 1)
         seen |= self._gradients(optimizer, n) or {}
-        if worth_a_look(n):
+        if worth_a_look(n) or n == self.context.limit:
             seen["sums"] = self._sums(optimizer) or {}
+            self.looked[number] = n
         context = self.context
         if (searched := self.wrappers.searched_in_vain()) is not None:
             seen["searched_in_vain"] = searched
@@ -248,6 +252,14 @@ class Training:
             self.unowned |= unowned
             seen["unowned"] = sorted(self.unowned)[:20]
         return seen
+
+    def look_back(self) -> None:
+        """At the end of an epoch: what went wrong since the last look, if the script ends before the next."""
+        for number, n in self.counts.items():
+            if self.looked.get(number) != n:
+                self.looked[number] = n
+                sums = self._sums(self.context.optimizers[number]) or {}
+                self.recorder.write("look", optimizer=number, n=n, sums=sums)
 
     def _only_fills(self, optimizer: Optimizer, number: int) -> bool:
         """Whether a step only makes the state that a checkpoint is to be read into, as torch's own do: with rate 0."""
