@@ -132,9 +132,13 @@ def _remarks(trace: Trace, order: Order) -> list[str]:
     if group := rank.first("tensor_parallel"):
         numbers = ", ".join(map(str, group["ranks"]))
         remarks.append(f"ranks {numbers} hold parts of one layer: that they see the same samples is as it should be")
-    spawn = rank.first("spawn")
-    if spawn and spawn["nprocs"] != trace.world:
-        remarks.append(f"the script would start {spawn['nprocs']} processes itself; it was watched on {trace.world}")
+    begun = max((s["nprocs"] for s in rank.of("spawn")), default=trace.world)
+    if rank.of("rank_started"):
+        begun = max(r[key] for kind, key in (("rank_started", "n"), ("meeting", "world")) for r in rank.of(kind))
+    if begun != trace.world:
+        remarks.append(
+            f"the script would start {begun} ranks itself (--nproc {begun}); it was watched on {trace.world}"
+        )
     if started := rank.first("process"):
         at = where(started)
         remarks.append(f"the script starts processes of its own ({at}), which were not watched")

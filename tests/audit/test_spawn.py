@@ -1,0 +1,102 @@
+"""Ranks that a script starts itself are told from processes that help them."""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from audit.test_command import TRAIN, audit, names
+from lockstep.audit.probes.spawn import _joins
+
+launching = ModuleType("launching")
+
+
+def setup(rank: int) -> None:
+    dist.init_process_group("gloo", rank=rank)
+
+
+launching.setup = setup  # type: ignore[attr-defined]
+
+
+def train(rank: int) -> None:
+    setup(rank)
+
+
+def by_module(rank: int) -> None:
+    launching.setup(rank)
+
+
+def helps(queue: Any) -> None:
+    net = nn.Linear(2, 2).train(False)  # not the function of this name
+    net.load_state_dict(queue.get())
+
+
+class Trainer:
+    def __init__(self, world: int):
+        self.world = world
+
+    def begin(self, rank: int) -> None:
+        setup(rank)
+
+    def run(self, rank: int) -> None:
+        self.begin(rank)
+
+    def report(self) -> None:
+        print(self.world)
+
+
+def makes_one(rank: int) -> None:
+    Whole(rank)
+
+
+class Whole:
+    def __init__(self, rank: int):
+        train(rank)
+
+
+@dataclass
+class Monitor:
+    """Compared by what it holds, so that it has no hash."""
+
+    every: float
+
+    def __call__(self) -> None:
+        pass
+
+
+RANKS = [train, by_module, partial(partial(train), 1), Trainer(2).run, makes_one]
+HELPERS = [helps, Trainer(2).report, Monitor(0.1), print, sys.exit, None]
+
+
+@pytest.mark.parametrize("task", RANKS, ids=str)
+def test_what_joins_a_group_is_a_rank(task: Any) -> None:
+    assert _joins(task)
+
+
+@pytest.mark.parametrize("task", HELPERS, ids=str)
+def test_what_joins_none_helps(task: Any) -> None:
+    assert not _joins(task)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_started_a_second_time_are_watched_too(tmp_path: Path) -> None:
+    one = TRAIN.replace("model(a)", "(model.module if around else model)(a)").replace(
+        'dist.init_process_group("gloo")', 'dist.init_process_group("gloo", rank=rank, world_size=2)'
+    )
+    indented = one.replace("\n    ", "\n        ").replace("range(3)", "range(1)")
+    script = (
+        "    import multiprocessing\n    def work(rank, around):\n"
+        f"{indented}\n        dist.destroy_process_group()\n"
+        "    if __name__ == '__main__':\n        for around in (False, True):\n"
+        "            ranks = [multiprocessing.Process(target=work, args=(rank, around)) for rank in range(2)]\n"
+        "            for process in ranks:\n                process.start()\n"
+        "            for process in ranks:\n                process.join()\n"
+    )
+    done = audit(tmp_path, script, "--steps", "0")
+    assert "unsynchronised" in names(tmp_path), done.stdout
