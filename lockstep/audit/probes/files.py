@@ -18,7 +18,8 @@ from .context import Context, careful
 from .patch import Function, Patches
 
 _PROGRESS = re.compile(
-    r"(?!num_|max_|total_|n_|warmup_|.*_per_)(.+_)?(epoch|step|iter(ation)?)s?(_(run|num|idx|count|done))?",
+    r"(?!num_|max_|total_|n_|warmup_|.*_per_)(.+_)?(epoch|step|iter(ation)?)s?(_(run|num|idx|count|done))?"
+    r"|globalstep|num_updates|n_iter|consumed_samples|tokens_seen",
     re.IGNORECASE,
 )
 """Names under which a checkpoint says how far training was."""
