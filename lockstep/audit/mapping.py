@@ -31,7 +31,8 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     """Let this process believe that it has `gpus` GPUs."""
     chosen = Devices(recorder, _CPU, gpus)
     for name, answer in _ANSWERS.items():
-        patches.wrap(torch.cuda, name, partial(_always, answer))
+        if hasattr(torch.cuda, name):  # some come and go with versions of torch
+            patches.wrap(torch.cuda, name, partial(_always, answer))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         patches.wrap(torch.cuda.nvtx, name, partial(_always, 0))
     for name in ("get_rng_state", "get_rng_state_all"):

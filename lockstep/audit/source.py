@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_SAYING = ("print", "debug", "info", "warning", "log", "format")
+_COPYING = ("dict", "cast", "copy", "deepcopy")
+_ALL = "**"
 
 
 def declared_flag(file: str, flags: tuple[str, ...]) -> str | None:
@@ -26,7 +29,14 @@ def asks(files: Iterable[str], names: Iterable[str]) -> bool | None:
         return None
     nodes = [node for tree in trees for node in ast.walk(tree)]
     loaded, wanted = _Loaded(nodes), set(names)
-    return any(loaded(thing) and keys & wanted for node in nodes for thing, keys in _read(node))
+    shown = {id(part) for node in nodes if _shows(node) for part in ast.walk(node)}
+    used = (node for node in nodes if id(node) not in shown)
+    return any(loaded(thing) and keys & {_ALL, *wanted} for node in used for thing, keys in _read(node))
+
+
+def _shows(node: ast.AST) -> bool:
+    """Whether something is made into words here: who says the epoch of a file does not go on from it."""
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node.func) in _SAYING)
 
 
 def _parsed(file: str) -> ast.AST | None:
@@ -58,8 +68,15 @@ class _Loaded:
                 self._follow(node)
 
     def _follow(self, node: ast.AST) -> None:
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value and self(node.value):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        pairs: list[tuple[list[ast.expr], ast.expr | None]] = []
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            both = (zip(t.elts, node.value.elts, strict=False) for t in node.targets if isinstance(t, ast.Tuple))
+            pairs = [([target], value) for pair in both for target, value in pair]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
+            pairs = [(node.targets if isinstance(node, ast.Assign) else [node.target], node.value)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+            pairs = [([node.func.value], value) for value in node.args]
+        for targets in (targets for targets, value in pairs if value is not None and self(value)):
             parts = [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
             self.holders |= {name for part in parts if (name := _name(part))}
         if isinstance(node, ast.Call):
@@ -72,7 +89,8 @@ class _Loaded:
     def __call__(self, expression: ast.AST) -> bool:
         if isinstance(expression, ast.Call):
             name = _name(expression.func)
-            copied = name == "dict" and any(self(a) for a in expression.args)
+            copied = name in _COPYING and any(self(a) for a in expression.args)
+            copied |= name == "copy" and isinstance(expression.func, ast.Attribute) and self(expression.func.value)
             return copied or name in self.loaders or ast.unparse(expression.func) in self.calls
         if isinstance(expression, ast.IfExp):
             return self(expression.body) or self(expression.orelse)
@@ -91,5 +109,7 @@ def _read(node: ast.AST) -> Iterator[tuple[ast.AST, set[str]]]:
     """The thing of which entries are read here, and their names."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant):
         yield node.value, {str(node.slice.value)}
+    if isinstance(node, ast.Call):
+        yield from ((keyword.value, {_ALL}) for keyword in node.keywords if keyword.arg is None)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
         yield node.func.value, {str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant)}

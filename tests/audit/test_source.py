@@ -24,6 +24,10 @@ ASKED |= {
     "if there is one": "c = torch.load(p) if p else None\nif c:\n    start = c['epoch']",
     "of a copy": "c = dict(torch.load(p))\nc['epoch']",
     "of one of two": "def read(p):\n    return torch.load(p)\nc, name = read(p)\nc['epoch']",
+    "all at once": "def go(model, epoch):\n    pass\ngo(**torch.load(p))",
+    "beside another": "c, n = torch.load(p), 1\nc['epoch']",
+    "of a cast": "c = typing.cast(dict, torch.load(p)).copy()\nc['epoch']",
+    "of what was added": "state = {'epoch': 0}\nstate.update(torch.load(p))\nstart = state['epoch']",
     "under another name": "import torch as T\nc = T.load(p)\nc['epoch']",
 }
 NOT_ASKED = {
@@ -31,6 +35,7 @@ NOT_ASKED = {
     "a comment": "c = torch.load(p)\n# start = c['epoch']",
     "a string": "c = torch.load(p)\nprint(\"c['epoch']\")",
     "another dict": "c = torch.load(p)\nfor row in history:\n    print(row['epoch'])",
+    "said": "c = torch.load(p)\nprint('weights of epoch', c['epoch'])\nlog.info(f'epoch {c[\"epoch\"]}')",
     "settings": "c = torch.load(p)\nsettings = yaml.load(f)\nlast = settings['epoch']",
     "written": "c = torch.load(p)\nc['epoch'] = 3",
     "deleted": "c = torch.load(p)\ndel c['epoch']",
@@ -61,7 +66,16 @@ def test_a_flag_is_declared_where_a_parser_is_told_of_it(tmp_path: Path) -> None
 
 
 def test_names_that_say_how_far_training_was() -> None:
-    for name in ("epoch", "global_step", "EPOCHS_RUN", "iter_num", "finished_epoch", "iteration", "steps"):
+    for name in (
+        "epoch",
+        "global_step",
+        "EPOCHS_RUN",
+        "iter_num",
+        "finished_epoch",
+        "iteration",
+        "steps",
+        "num_updates",
+    ):
         assert _PROGRESS.fullmatch(name), name
     for name in ("timesteps", "warmup_steps", "num_epochs", "max_iter", "steps_per_epoch", "criterion", "n_steps"):
         assert not _PROGRESS.fullmatch(name), name
