@@ -70,18 +70,31 @@ class Monitor:
         pass
 
 
-RANKS = [train, by_module, partial(partial(train), 1), Trainer(2).run, makes_one]
-HELPERS = [helps, Trainer(2).report, Monitor(0.1), print, sys.exit, None]
+RANKS = {
+    "a function": train,
+    "one of a module": by_module,
+    "a part of one": partial(partial(train), 1),
+    "a method": Trainer(2).run,
+    "one that makes an object": makes_one,
+}
+HELPERS = {
+    "a function": helps,
+    "a method": Trainer(2).report,
+    "an object": Monitor(0.1),
+    "one of Python's": print,
+    "another": sys.exit,
+    "nothing": None,
+}
 
 
-@pytest.mark.parametrize("task", RANKS, ids=str)
-def test_what_joins_a_group_is_a_rank(task: Any) -> None:
-    assert _joins(task)
+@pytest.mark.parametrize("task", RANKS)
+def test_what_joins_a_group_is_a_rank(task: str) -> None:
+    assert _joins(RANKS[task])
 
 
-@pytest.mark.parametrize("task", HELPERS, ids=str)
-def test_what_joins_none_helps(task: Any) -> None:
-    assert not _joins(task)
+@pytest.mark.parametrize("task", HELPERS)
+def test_what_joins_none_helps(task: str) -> None:
+    assert not _joins(HELPERS[task])
 
 
 @pytest.mark.slow
