@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -203,7 +204,9 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_who_ends_the_audit_ends_its_ranks(tmp_path: Path, number: int, status: int) -> None:
     (tmp_path / "train.py").write_text("import time, os\nopen(f'{os.getpid()}.pid', 'w')\ntime.sleep(600)\n")
-    process = subprocess.Popen(["lockstep", "audit", "--", "train.py"], cwd=tmp_path, env=environment())
+    hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which is ignored if the tests run in the background
+    words = ["lockstep", "audit", "--", "train.py"]
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment(), preexec_fn=hear)
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
         threading.Event().wait(0.05)
