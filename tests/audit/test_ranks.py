@@ -64,10 +64,12 @@ def test_a_process_in_an_uninterruptible_wait_is_known() -> None:
             libc._exit(0)
         os._exit(0)
     try:
-        deadline = time.monotonic() + 20
-        while not ranks._on_disk(pid) and time.monotonic() < deadline:
+        process, deadline = psutil.Process(pid), time.monotonic() + 20
+        while process.status() != psutil.STATUS_DISK_SLEEP and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert ranks._on_disk(pid) and not ranks._on_disk(os.getpid())
+        if process.status() != psutil.STATUS_DISK_SLEEP:
+            pytest.skip("this kernel shows no such wait")
+        assert ranks._on_disk(pid) and not ranks._on_disk(process.children()[0].pid)
     finally:
         for process in (*psutil.Process(pid).children(), psutil.Process(pid)):
             process.send_signal(signal.SIGKILL)
