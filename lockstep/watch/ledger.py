@@ -17,9 +17,12 @@ GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 def mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Words from which those that went in cannot be told apart by eye: SplitMix64's last steps, one to one."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def _sum(index: NDArray[np.int64]) -> int:

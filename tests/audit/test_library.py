@@ -72,7 +72,7 @@ def test_all_ranks_hear_what_is_wrong(ranks: Callable[[int], Ranks]) -> None:
 
 
 LOOKS = {
-    "training.row_hashes": "Training._inputs",
+    "training.sample_hashes": "Training._inputs",
     "context.checksums": "Training._sums",
     "data.sample_hashes": "Data._hashes",
 }
@@ -103,7 +103,7 @@ def test_a_probe_that_fails_does_not_end_what_it_watches(
 
 
 def test_who_watches_hears_of_a_probe_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.audit.probes.training.row_hashes", lambda things: 1 / 0)
+    monkeypatch.setattr("lockstep.audit.probes.training.sample_hashes", lambda things: 1 / 0)
     with pytest.warns(UserWarning, match=r"a probe failed.*Training._inputs"), watch(raises=False):
         model = nn.Linear(2, 1)
         torch.optim.SGD(model.parameters(), 0.1)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lockstep.audit.probes.files import _PROGRESS
-from lockstep.audit.probes.tensors import row_hashes, sample_hashes
+from lockstep.audit.probes.tensors import sample_hashes
 from lockstep.audit.source import asks, declared_flag
+from lockstep.audit.trace import unpacked
 
 ASKED = {
     "at once": "torch.load(p)['epoch']",
@@ -89,11 +90,22 @@ def test_files_are_read_together_and_what_cannot_be_read_says_nothing(tmp_path: 
     assert asks([str(tmp_path / "cell.py"), str(tmp_path / "none.py"), "<stdin>"], ["epoch"]) is None
 
 
+def row_hashes(batch: list[torch.Tensor]) -> list[int]:
+    return unpacked(sample_hashes(batch)[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.uint16])
 def test_samples_of_few_values_are_told_apart(dtype: torch.dtype) -> None:
-    samples = torch.tensor(list(product((0, 1), repeat=12))).to(dtype)
+    samples = torch.tensor(list(product((0, 1), repeat=10))).to(dtype)
     assert len(set(row_hashes([samples]))) == len(samples)
     assert row_hashes([samples[5:9]]) == row_hashes([samples])[5:9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.complex64])
+def test_samples_that_differ_by_signs_are_told_apart(dtype: torch.dtype) -> None:
+    samples = torch.tensor(list(product((-1, 1), repeat=10))).to(dtype)
+    assert len(set(row_hashes([samples]))) == len(samples)
+    assert len(set(row_hashes([torch.imag(samples.to(torch.complex64).conj() * 1j)]))) == len(samples)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64, torch.int64])
@@ -108,9 +120,7 @@ def test_a_sample_has_its_number_whatever_its_size_and_its_place_in_memory(size:
     numbers = row_hashes([samples])
     assert len(set(numbers)) == 12 and row_hashes([samples[5:9]]) == numbers[5:9]
     strided = torch.randn(*size, 12).movedim(-1, 0).copy_(samples)
-    assert row_hashes([strided]) == numbers and row_hashes([samples.bfloat16()]) == row_hashes(
-        [samples.bfloat16().double()]
-    )
+    assert row_hashes([strided]) == numbers
 
 
 def test_a_change_at_the_beginning_the_end_or_between_is_seen() -> None:
@@ -120,7 +130,7 @@ def test_a_change_at_the_beginning_the_end_or_between_is_seen() -> None:
 
 
 def test_samples_with_hardly_anything_in_them_are_told_apart() -> None:
-    """Bags of words: few ones, at places that a look at 256 of 5,000 numbers misses."""
+    """Bags of words: few ones, at places that a look at 128 of 5,000 numbers misses."""
     generator = torch.Generator().manual_seed(0)
     samples = torch.zeros(200, 5000).scatter_(1, torch.randint(0, 5000, (200, 10), generator=generator), 1.0)
     assert len(set(row_hashes([samples]))) == 200 and row_hashes([samples[7:9]]) == row_hashes([samples])[7:9]
@@ -128,7 +138,7 @@ def test_samples_with_hardly_anything_in_them_are_told_apart() -> None:
 
 def test_the_tensors_of_a_sample_are_known_by_themselves() -> None:
     x, y = torch.randn(40, 300), torch.arange(40) % 3
-    (_, (images, labels)), (_, (others, same)) = sample_hashes([x, y]), sample_hashes([x + 1, y])
+    images, labels, others, same = (unpacked(part) for z in (x, x + 1) for part in sample_hashes([z, y])[1])
     assert len(images) == len(labels) == 32 and len(set(labels)) == 3
     assert labels == same and not set(images) & set(others)
 

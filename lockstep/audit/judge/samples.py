@@ -10,7 +10,7 @@ import numpy as np
 
 from ...watch.ledger import Ledger, tally
 from ..catalog import Finding, finding
-from ..trace import Rank, Record, Site, Trace, where
+from ..trace import Rank, Record, Site, Trace, unpacked, where
 
 _MUCH = 0.1
 """Share of a pass above which repeated samples are no rounding to whole batches."""
@@ -45,8 +45,9 @@ class Pass:
     def add(self, batch: Record) -> None:
         index = batch.get("index", [])
         self.index += index
-        self.hashes += batch.get("hashes", [])
-        self.parts |= dict(zip(index, zip(*batch.get("parts", ()), strict=True), strict=False))
+        self.hashes += unpacked(batch["hashes"])
+        parts = [unpacked(part) for part in batch.get("parts", ())]
+        self.parts |= dict(zip(index, zip(*parts, strict=True), strict=False))
         self.labels = batch.get("labels", [])
         self.rows = max(self.rows, batch["rows"])
         self.batches += 1
@@ -347,9 +348,10 @@ def _inside(one: Pass, rank: Rank) -> bool:
 
 def _inputs(trace: Trace) -> Iterator[Finding]:
     """Without a loader to watch: whether the model is given the same on all ranks."""
-    tables = [{r["n"]: r for r in rank.of("input") if len(set(r.get("hashes", ()))) >= 2} for rank in trace.ranks]
+    looks = [[r for r in rank.of("input") if len(set(unpacked(r.get("hashes", "")))) >= 2] for rank in trace.ranks]
+    tables = [{r["n"]: r for r in rank} for rank in looks]
     shared = sorted(set.intersection(*(set(t) for t in tables)))
-    if len(shared) >= 2 and all(len({tuple(t[n]["hashes"]) for t in tables}) == 1 for n in shared):
+    if len(shared) >= 2 and all(len({t[n]["hashes"] for t in tables}) == 1 for n in shared):
         what = "all ranks give the model the same samples"
         seen = f"{len(shared)} of {len(shared)} batches compared are equal"
         yield finding("repeated-samples", what, where(tables[0][shared[0]]), seen)

@@ -129,7 +129,7 @@ class Data:
         index = self._index(passing, passing.drawn.popleft() if passing.drawn else None)
         seen: dict[str, Any] = {"n": passing.loader, "epoch": passing.epoch, **({"index": index} if index else {})}
         leaves = list(tensors(batch))
-        seen |= self._hashes(leaves) or {"hashes": []}
+        seen |= self._hashes(leaves) or {"hashes": ""}
         seen["rows"] = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
         seen["learns"] = torch.is_grad_enabled()
         self.context.given = leaves
@@ -148,7 +148,7 @@ class Data:
         with self.recorder.hide():
             batch = [t for t in leaves if not t.is_cuda][:4]
             hashes, parts = sample_hashes(batch)
-        seen: dict[str, Any] = {"hashes": hashes[:1024]}
+        seen: dict[str, Any] = {"hashes": hashes}
         if len(batch) == len(parts) > 1:
             seen |= {"parts": parts, "labels": [n for n, t in enumerate(batch) if not t.is_floating_point()]}
         return seen

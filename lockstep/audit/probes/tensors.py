@@ -1,25 +1,29 @@
 """The tensors in what a script passes around, and numbers that tell samples apart."""
 
+import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...watch.ledger import GAMMA, mixed
+from ..trace import packed
 
-_RUNS = 16
-"""So many runs of so many neighbours tell a large sample from others. Not single numbers all over it: memory comes in
-lines, and to read those of a new batch costs more than what is done with them."""
-_RUNS_OF_EMPTY, _FEW = 256, 2
-"""As many where of each fourth number fewer than this are unlike the first: bags of words, sparse fingerprints."""
-FIRST = 32
-"""Samples of a batch of which each tensor is known by itself."""
-_NUMPY = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
-    torch.uint64, torch.float32, torch.float64,
-}  # fmt: skip
+Words = NDArray[np.uint64]
+Array = NDArray[Any] | Tensor
+_RUNS, _RUN = 8, 64
+"""So many runs of so many bytes tell a large sample from others. Not single numbers all over it: memory comes in lines
+of so many bytes, and to read those of a new batch costs more than what is done with them."""
+_RUNS_OF_EMPTY, _RUN_OF_EMPTY, _FEW = 256, 1024, 4
+"""As many where fewer words than this are unlike the first: bags of words, sparse fingerprints."""
+FIRST, _MOST = 32, 1024
+"""Samples of a batch of which each tensor is known by itself, and of which anything is known."""
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes: NumPy knows these, and not all that torch has beside them."""
 
 
 def tensors(thing: Any) -> Iterator[Tensor]:
@@ -45,47 +49,60 @@ def readable(tensor: Tensor) -> bool:
     return True
 
 
-def row_hashes(batch: list[Tensor]) -> list[int]:
-    """A number for each sample of a batch."""
-    return sample_hashes(batch)[0]
-
-
-def sample_hashes(batch: list[Tensor]) -> tuple[list[int], list[list[int]]]:
-    """A number for each sample of a batch that depends on its bits and their places; and for the first samples, by
-    tensor, such a number for what of them is in it.
+def sample_hashes(batch: list[Tensor]) -> tuple[str, list[str]]:
+    """A number for each sample of a batch, that depends on its bits and their places; and for the first samples, by
+    tensor, such a number for what of them is in it. All packed.
 
     By NumPy, in one thread: torch would wake all of its threads for this little, beside workers that are busy.
     """
-    columns: list[np.ndarray] = []
-    for t in batch:
-        unknown = not readable(t) or t.is_complex()
-        if unknown or t.dim() == 0 or t.numel() == 0 or (columns and len(t) != len(columns[0])):
-            continue
-        columns.append(_looked_at(t))
-    if not columns:
-        return [], []
-    bits = np.concatenate(columns, 1).view(np.uint64)
-    numbers = mixed(bits + np.arange(bits.shape[1], dtype=np.uint64) * GAMMA)
-    begins = np.cumsum([0, *(column.shape[1] for column in columns[:-1])])
-    return numbers.sum(1).tolist(), np.add.reduceat(numbers[:FIRST], begins, axis=1).T.tolist()
+    known = [t for t in batch if readable(t) and t.dim() and t.numel()]
+    hashes = [_hashes(t) for t in known if len(t) == len(known[0])]
+    if not hashes:
+        return "", []
+    whole = sum((np.uint64(2 * n + 1) * h for n, h in enumerate(hashes[1:], 1)), hashes[0])
+    return packed(whole), [packed(h[:FIRST]) for h in hashes]
 
 
-def _looked_at(tensor: Tensor) -> np.ndarray:
-    """Numbers of each sample; more of them, added to the first, of one in which hardly anything is to be seen."""
-    rows = tensor.detach().reshape(len(tensor), -1)
-    numbers = _runs(rows, _RUNS)
-    if rows.shape[1] > numbers.shape[1]:
-        empty = np.flatnonzero((numbers[:, ::4] != numbers[:, :1]).sum(1) < _FEW)
-        if len(empty):
-            more = _runs(rows[torch.from_numpy(empty).to(rows.device)], _RUNS_OF_EMPTY).view(np.uint64)
-            places = np.arange(more.shape[1], dtype=np.uint64) * GAMMA
-            numbers.view(np.uint64)[empty, 0] = mixed(more + places).sum(1)
-    return numbers
+def _hashes(tensor: Tensor) -> Words:
+    """A number for each sample. Of one in which hardly anything is to be seen more is looked at."""
+    rows = _rows(tensor)
+    words = _runs(rows, _RUNS, _RUN)
+    found = _sums(words)
+    if math.prod(rows.shape[1:]) * rows.itemsize > words.shape[1] * words.itemsize:
+        unlike = (words != words[:, :1]).sum(1)
+        if unlike.min() < _FEW:
+            empty = np.flatnonzero(unlike < _FEW)
+            index = empty if isinstance(rows, np.ndarray) else torch.from_numpy(empty).to(rows.device)
+            found[empty] += _sums(_runs(rows[index], _RUNS_OF_EMPTY, _RUN_OF_EMPTY))
+    return found
 
 
-def _runs(rows: Tensor, runs: int) -> np.ndarray:
-    step = rows.shape[1] // runs
-    if step > runs:
-        rows = rows[:, : runs * step].unflatten(1, (runs, step))[:, :, :runs]
-    plain = rows if rows.dtype in _NUMPY else rows.float()
-    return plain.cpu().resolve_neg().numpy().astype(np.float64).reshape(len(rows), -1)
+def _rows(tensor: Tensor) -> Array:
+    """The first samples of a batch as rows of integers; as an array of NumPy, if they are not on a GPU."""
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj())
+    plain = plain.resolve_neg().view(_INTEGER[plain.element_size()])
+    rows: Array = plain.numpy() if plain.is_cpu else plain
+    return rows[:_MOST].reshape(min(len(rows), _MOST), -1)
+
+
+def _runs(rows: Array, runs: int, size: int) -> Words:
+    """So many runs of so many bytes of each row, or all of a row that is hardly longer, as words."""
+    run = size // rows.itemsize
+    step = rows.shape[1] // runs // run * run
+    if step > run:
+        rows = rows[:, : runs * step].reshape(len(rows), runs, step)[:, :, :run]
+    found = np.ascontiguousarray(rows if isinstance(rows, np.ndarray) else rows.cpu()).reshape(len(rows), -1)
+    rest = -found.shape[1] * found.itemsize % 8 // found.itemsize
+    return (np.pad(found, ((0, 0), (0, rest))) if rest else found).view(np.uint64)
+
+
+def _sums(words: Words) -> Words:
+    """A number for each row of words. They are mixed one by one: signs that change together must be heard."""
+    return mixed(words + _places(words.shape[1])).sum(1)
+
+
+@lru_cache(maxsize=64)
+def _places(count: int) -> Words:
+    return np.arange(count, dtype=np.uint64) * GAMMA

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import wrappers
 from .context import Context, careful, replicated, worth_a_look
 from .patch import Function, Hook, Patches
-from .tensors import readable, row_hashes, tensors
+from .tensors import FIRST, readable, sample_hashes, tensors
 from .wrappers import Wrappers
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -98,7 +98,7 @@ class Training:
             seen: dict[str, Any] = {}
             if batch is not None:
                 seen["rows"] = len(batch)
-                seen["hashes"] = row_hashes([batch])[:256]
+                seen["hashes"] = sample_hashes([batch[:FIRST]])[0]
             if module not in self.dropouts:
                 self.dropouts[module] = [m for m in module.modules() if isinstance(m, _DROPOUT)]
             if any(m.p > 0 for m in self.dropouts[module]):
@@ -230,7 +230,6 @@ class Training:
     def _gradients(self, optimizer: Optimizer, n: int) -> dict[str, Any]:
         """Which parameters have no gradient yet, and which have one that no optimizer uses."""
         seen: dict[str, Any] = {}
-        own = {id(p) for o in self.context.optimizers for g in o.param_groups for p in g["params"]}
         if n == 1:
             mine = [p for g in optimizer.param_groups for p in g["params"]]
             known = {id(p) for _, p in self.context.parameters()}
@@ -247,6 +246,7 @@ class Training:
             with_gradient = {name for name, p in self.context.parameters() if p.grad is not None}
             self.waiting -= with_gradient
             seen["waiting"] = sorted(self.waiting)[:20]
+            own = {id(p) for o in self.context.optimizers for g in o.param_groups for p in g["params"]}
             stray = [(name, p) for name, p in self.context.parameters() if id(p) in self.ran and id(p) not in own]
             unowned = {name for name, p in stray if p.grad is not None}
             self.unowned |= unowned

@@ -19,7 +19,7 @@ def get_loader():
 def main():
     accelerator = Accelerator(cpu=True)
     set_seed(0)
-    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2))
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2)).to(accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = get_loader()
     optimizer, loader = accelerator.prepare(optimizer, loader)
@@ -27,7 +27,7 @@ def main():
 
     model.train()
     for epoch in range(3):
-        total = torch.zeros(1)
+        total = torch.zeros(1, device=accelerator.device)
         for x, y in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)

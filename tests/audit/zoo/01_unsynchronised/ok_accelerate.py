@@ -26,7 +26,7 @@ def main():
 
     model.train()
     for epoch in range(3):
-        total = torch.zeros(1)
+        total = torch.zeros(1, device=accelerator.device)
         for x, y in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
