@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo auto || echo 2)
 
-PYTEST ?= --numprocesses 3 --dist worksteal
+PYTEST ?= --numprocesses 3 --dist load --maxschedchunk 1
 
 .PHONY: setup train test test-quick zoo lint format clean
 

@@ -10,8 +10,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What trains longest comes first: at the end no process waits for the other."""
-    items.sort(key=lambda item: item.path.name.removesuffix(".py").endswith("_learns"), reverse=True)
+    """What may take longest comes first: at the end no process waits for another."""
+    items.sort(key=_longest, reverse=True)
+
+
+def _longest(item: pytest.Item) -> float:
+    limit = item.get_closest_marker("timeout")
+    return limit.args[0] if limit else 300 if item.get_closest_marker("slow") else 0
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,9 @@ _GIF_ROWS, _GIF_COLOURS = 4, 128
 
 
 def kept_steps(steps: int, frames: int) -> list[int]:
-    """After which of 0 … steps steps to keep a frame: evenly spread, the first and the last among them."""
-    return [steps if frames == 1 else round(k * steps / (frames - 1)) for k in range(frames)]
+    """After which of 0 … steps steps to keep a frame: evenly spread, the first and the last among them. Fewer steps
+    have fewer frames."""
+    return sorted({steps if frames == 1 else round(k * steps / (frames - 1)) for k in range(frames)})
 
 
 def save(samples: Tensor, classes: int, path: Path) -> list[Path]:

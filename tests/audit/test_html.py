@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.audit.catalog import finding
@@ -13,7 +14,7 @@ from lockstep.audit.command import Verdict
 from lockstep.audit.html import as_html
 from lockstep.audit.html_spans import Span, spans_of, thinned
 from lockstep.audit.html_style import STYLE
-from lockstep.audit.trace import Rank, Record, Site, Trace
+from lockstep.audit.trace import Rank, Record, Site, Trace, packed
 
 VOID = {"meta", "br", "hr", "link", "img", "input"}
 Part = list[int] | None
@@ -46,9 +47,9 @@ class Log:
         about |= {"dataset": 0, "subset": None, "batch_size": 8, "batches": None, "partial": False} | loader
         self.loaders += 1
         self.write("loader", line, n=self.loaders, epoch=1, **about)
-        key = "hashes" if about["streams"] else "index"
         for part in (samples[: len(samples) // 2], samples[len(samples) // 2 :]):
-            given: dict[str, Any] = {key: part}
+            hashes = packed(np.array(part if about["streams"] else [], np.uint64))
+            given: dict[str, Any] = {"hashes": hashes} | ({} if about["streams"] else {"index": part})
             self.write("batch", line, n=self.loaders, epoch=1, rows=len(part), learns=trains, **given)
             if trains:
                 self.step()

@@ -103,7 +103,7 @@ def test_resumed_on_another_world_it_ends_the_same(ranks, tmp_path: Path, before
 
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> None:
-    steps = 300
+    steps = 120
     flags = [*LONG, "--n_steps", str(steps), "--save_every", "5", "--keep", "2", "--nproc", "2"]
     assert run(["lockstep", "train", TINY, *flags, "--out", "whole"], tmp_path).returncode == 0
     process = started(["lockstep", "train", TINY, *flags, "--out", "parts", "--max_restarts", "3"], tmp_path)
@@ -120,7 +120,7 @@ def test_torchrun_restarts_find_their_run_without_being_told(tmp_path: Path) -> 
     (tmp_path / "train.py").write_text(
         "from tiny import Tiny\nfrom lockstep import train\nif __name__ == '__main__':\n    train(Tiny)\n"
     )
-    flags = [*LONG, "--n_steps", "500", "--save_every", "5"]
+    flags = [*LONG, "--n_steps", "150", "--save_every", "5"]
     command = ["torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=3", "train.py", *flags]
     process = started(command, tmp_path)
     wait_for(process, "step 35/")
@@ -129,7 +129,7 @@ def test_torchrun_restarts_find_their_run_without_being_told(tmp_path: Path) -> 
     assert process.returncode == 0, errors
     (folder,) = (tmp_path / "runs/tiny").iterdir()
     assert "resumes" in json.loads((folder / "receipt.json").read_text())
-    assert end_of(folder, 500).exists()
+    assert end_of(folder, 150).exists()
 
 
 @pytest.mark.slow
