@@ -118,7 +118,7 @@ class Instead(TorchFunctionMode):
     def _by_default(self, original: Function) -> Function:
         """For `set_default_device` and `with torch.device(…)`: they come after this mode."""
 
-        def __init__(context: Any, device: Any) -> None:
+        def __init__(context: Any, /, device: Any) -> None:
             if type(device) is int or is_cuda(device):
                 self.chosen.use(device)
                 device = self.chosen.place
@@ -129,7 +129,7 @@ class Instead(TorchFunctionMode):
     def _by_mesh(self, original: Function) -> Function:
         """A mesh takes the GPU of its local rank, if the script has not used one yet."""
 
-        def __init__(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        def __init__(mesh: Any, /, device_type: str, *args: Any, **kwargs: Any) -> None:
             if device_type == "cuda":
                 if not self.chosen.used and not self.chosen.is_set:
                     self.chosen.choose(int(os.environ.get("LOCAL_RANK", "0")))

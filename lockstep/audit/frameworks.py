@@ -37,7 +37,7 @@ def _wrap(patches: Patches, name: str, around: Callable[[Function], Function], m
 
 
 def _accelerate(recorder: Recorder, original: Function) -> Function:
-    def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(accelerator: Any, /, *args: Any, **kwargs: Any) -> None:
         asked = inspect.signature(original).bind(accelerator, *args, **kwargs)
         if not asked.arguments.get("cpu"):
             recorder.on_gpu = True
@@ -50,7 +50,7 @@ def _accelerate(recorder: Recorder, original: Function) -> Function:
 
 
 def _lightning(recorder: Recorder, ranks: int, original: Function) -> Function:
-    def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(trainer: Any, /, *args: Any, **kwargs: Any) -> None:
         asked = inspect.signature(original).bind(trainer, *args, **kwargs)
         if asked.arguments.get("accelerator", "auto") in ("auto", "gpu", "cuda"):
             recorder.on_gpu = True

@@ -4,13 +4,15 @@ What the script asks for is still written down (which device each rank wanted, w
 with it is found here as it would be there. What cannot be had is said in the report.
 """
 
+import inspect
 import os
 import sys
 import time
 from collections import Counter
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +35,14 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     for name, answer in _ANSWERS.items():
         if hasattr(torch.cuda, name):  # some come and go with versions of torch
             patches.wrap(torch.cuda, name, partial(_always, answer))
+    patches.replace(torch.cuda, "cudart", _Queue)
+    for name in ("start", "stop"):
+        patches.wrap(torch.cuda.profiler, name, partial(_always, None))
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        patches.wrap(torch.cuda.memory, name, partial(_always, None))
+    for name in (n for n in vars(torch.cuda) if n.endswith("Tensor") and hasattr(torch, n)):
+        patches.replace(torch.cuda, name, getattr(torch, name))
+    patches.wrap(torch, "set_default_tensor_type", lambda original: lambda t: original(_plain(t)))
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         patches.wrap(torch.cuda.nvtx, name, partial(_always, 0))
     for name in ("get_rng_state", "get_rng_state_all"):
@@ -54,7 +64,7 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
     patches.wrap(torch.cuda, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
     patches.wrap(torch.cuda, "set_device", lambda _: lambda device: chosen.choose(device))
     patches.wrap(torch.cuda, "current_device", lambda _: lambda: chosen.current)
-    patches.wrap(torch.cuda, "get_device_name", lambda _: lambda *_: "CPU in the place of a GPU")
+    patches.wrap(torch.cuda, "get_device_name", lambda _: lambda *_, **__: "CPU in the place of a GPU")
     patches.wrap(torch, "load", _load)
     patches.replace(torch, "Generator", generator_on(lambda device: "cpu"))
     patches.wrap(torch, "compile", _compile)
@@ -65,9 +75,9 @@ def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
         patches.wrap(dist, name, _group)
     patches.wrap(DistributedDataParallel, "__init__", lambda original: _wrap(original, chosen))
     patches.when_imported(
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        lambda module: patches.wrap(module.FullyShardedDataParallel, "__init__", _flat),
+        "torch.distributed.fsdp.fully_sharded_data_parallel", lambda module: _meet_fsdp(module, patches)
     )
+    patches.when_imported("torch.distributed.checkpoint.state_dict_saver", lambda module: _meet_saver(module, patches))
     patches.wrap(nn.SyncBatchNorm, "convert_sync_batchnorm", _convert)
     _OnCpu(chosen).install(patches)
 
@@ -84,7 +94,7 @@ _ANSWERS: dict[str, Any] = {
     "is_bf16_supported": True,
     "get_device_capability": (8, 0),
     "get_device_properties": SimpleNamespace(
-        name="CPU", total_memory=1 << 34, major=8, minor=0, multi_processor_count=1
+        name="CPU", total_memory=1 << 34, major=8, minor=0, multi_processor_count=1, uuid="CPU"
     ),
     "seed": None,
     "seed_all": None,
@@ -100,6 +110,9 @@ _ANSWERS: dict[str, Any] = {
     "set_per_process_memory_fraction": None,
     "utilization": 0,
     "init": None,
+    "set_sync_debug_mode": None,
+    "get_sync_debug_mode": 0,
+    "set_stream": None,
 }
 
 
@@ -131,6 +144,11 @@ class _Queue:
         return lambda *args, **kwargs: True if name == "query" else None
 
 
+def _plain(kind: Any) -> Any:
+    """The name of a type of tensors, without its device."""
+    return kind.replace("torch.cuda.", "torch.") if isinstance(kind, str) else kind
+
+
 def _always(answer: Any, original: Function) -> Function:
     return lambda *args, **kwargs: answer
 
@@ -141,6 +159,7 @@ class _OnCpu(Instead):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("pin_memory", "record_stream"):
             return args[0]
+        args = tuple(map(_plain, args)) if func is torch.Tensor.type else args
         return super().__torch_function__(
             func, types, args, {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
         )
@@ -170,7 +189,7 @@ def _compile(original: Function) -> Function:
 
 
 def _autocast(original: Function) -> Function:
-    def __init__(region: Any, device_type: str = "cuda", dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(region: Any, /, device_type: str = "cuda", dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         on_cuda = device_type == "cuda"
         region.asked_dtype = dtype or (torch.float16 if on_cuda else torch.bfloat16)
         original(region, "cpu", torch.bfloat16, *args, **kwargs)
@@ -179,7 +198,7 @@ def _autocast(original: Function) -> Function:
 
 
 def _scaler(original: Function) -> Function:
-    def __init__(scaler: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+    def __init__(scaler: Any, /, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
         original(scaler, "cpu", *args, **kwargs)
 
     return __init__
@@ -198,7 +217,7 @@ def _group(original: Function) -> Function:
 
 def _wrap(original: Function, chosen: Devices) -> Function:
     def __init__(
-        wrapper: Any, module: nn.Module, device_ids: Any = None, output: Any = None, *a: Any, **kw: Any
+        wrapper: Any, /, module: nn.Module, device_ids: Any = None, output: Any = None, *a: Any, **kw: Any
     ) -> None:
         if device_ids:
             chosen.recorder.write("device", op="device_ids", index=chosen.index(device_ids[0]))
@@ -208,11 +227,45 @@ def _wrap(original: Function, chosen: Devices) -> Function:
     return __init__
 
 
+def _meet_fsdp(module: ModuleType, patches: Patches) -> None:
+    """FSDP's first version, which is all on the CPU already: nothing is brought there, or sent from there."""
+    fsdp = module.FullyShardedDataParallel
+    patches.wrap(fsdp, "__init__", _flat)
+    patches.wrap(fsdp, "set_state_dict_type", _stays)
+    initial = sys.modules["torch.distributed.fsdp._init_utils"]
+    patches.wrap(initial, "_check_module_states_for_sync_module_states", partial(_always, None))
+
+
 def _flat(original: Function) -> Function:
     def __init__(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs | {"device_id": _CPU})
+        original(*args, **kwargs | {"device_id": _CPU, "cpu_offload": None})
 
     return __init__
+
+
+def _stays(original: Function) -> Function:
+    def set_state_dict_type(*args: Any, **kwargs: Any) -> Any:
+        for config in (*args, *kwargs.values()):
+            if getattr(config, "offload_to_cpu", False):
+                config.offload_to_cpu = False
+        return original(*args, **kwargs)
+
+    return set_state_dict_type
+
+
+def _meet_saver(module: ModuleType, patches: Patches) -> None:
+    """What is saved beside the training speaks over gloo, over which the training speaks here as well: one by one."""
+
+    def at_once(original: Function) -> Function:
+        def async_save(state_dict: Any, **kwargs: Any) -> Any:
+            known = inspect.signature(module.save).parameters
+            done: Future[Any] = Future()
+            done.set_result(module.save(state_dict, **{k: v for k, v in kwargs.items() if k in known}))
+            return done
+
+        return async_save
+
+    patches.wrap(module, "async_save", at_once)
 
 
 def _convert(original: Function) -> Function:

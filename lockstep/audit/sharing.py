@@ -141,7 +141,7 @@ def _fsdp(chosen: Devices, original: Function) -> Function:
 
 def _ddp(original: Function, chosen: Devices) -> Function:
     def __init__(
-        wrapper: Any, module: Any, device_ids: Any = None, output_device: Any = None, *a: Any, **kw: Any
+        wrapper: Any, /, module: Any, device_ids: Any = None, output_device: Any = None, *a: Any, **kw: Any
     ) -> None:
         real = bool(device_ids) and (chosen.index(device_ids[0]) or chosen.current == 0)
         if device_ids and (real or (type(device_ids[0]) is int and not foreign(_asker()))):

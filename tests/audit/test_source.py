@@ -136,6 +136,23 @@ def test_samples_with_hardly_anything_in_them_are_told_apart() -> None:
     assert len(set(row_hashes([samples]))) == 200 and row_hashes([samples[7:9]]) == row_hashes([samples])[7:9]
 
 
+def test_images_with_wide_borders_are_told_apart() -> None:
+    """Digits in the middle of 224 × 224 pixels, normalised: each channel has a background of its own."""
+    samples = torch.zeros(30, 3, 224, 224)
+    samples[:, :, 98:126, 98:126] = torch.rand(30, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    samples = (samples - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / 0.2
+    assert len(set(row_hashes([samples]))) == 30
+
+
+@pytest.mark.parametrize("length", [512, 4096])
+def test_texts_that_begin_and_end_alike_are_told_apart(length: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randint(0, 30_000, (length,), generator=generator).repeat(200, 1)
+    samples[:, length // 2 : length // 2 + 20] = torch.randint(0, 30_000, (200, 20), generator=generator)
+    samples[:, length // 2 + 20 :] = 0
+    assert len(set(row_hashes([samples]))) == 200
+
+
 def test_the_tensors_of_a_sample_are_known_by_themselves() -> None:
     x, y = torch.randn(40, 300), torch.arange(40) % 3
     images, labels, others, same = (unpacked(part) for z in (x, x + 1) for part in sample_hashes([z, y])[1])

@@ -13,11 +13,13 @@ from ..trace import Rank, Record, Site, Trace, where
 UNUSED = "parameters that were not used in producing loss"
 """What DDP says when it waits for a gradient that never comes."""
 _GONE = (
-    "gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting",
-    "DistNetworkError", "DistStoreError", "monitoredBarrier", "ncclRemoteError", "ncclSystemError",
+    "gloo/transport", "DistNetworkError", "DistStoreError", "monitoredBarrier", "ncclRemoteError", "ncclSystemError",
     "NCCL communicator was aborted", "Watchdog caught collective operation timeout",
 )  # fmt: skip
 """What gloo, NCCL and torch say when another rank is gone, or at another place."""
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+_OF_TORCH = ("RuntimeError", "Dist")
+"""What others say as well, of whatever a script is connected to; and the errors in which torch says it."""
 _CONDITIONS = ("rank", "local", "main", "master", "zero", "primary", "leader")
 
 
@@ -81,8 +83,17 @@ def _open(rank: Rank) -> Record | None:
     return opened[-1] if opened else None
 
 
-def _sequence(rank: Rank, group: list[int] | None) -> list[Record]:
-    calls = [c for c in rank.of("collective") if c["phase"] == "in" and c.get("group") == group]
+_Group = tuple[tuple[int, ...] | None, str, bool]
+"""The ranks of a group, or None for all; its name; whether a thread beside the main one calls."""
+
+
+def _group(call: Record) -> _Group:
+    ranks = call.get("group")
+    return None if ranks is None else tuple(ranks), call.get("name", ""), call.get("aside", False)
+
+
+def _sequence(rank: Rank, group: _Group) -> list[Record]:
+    calls = [c for c in rank.of("collective") if c["phase"] == "in" and _group(c) == group]
     return [c for c in calls if c["op"] not in ("init_process_group", "destroy_process_group")]
 
 
@@ -99,10 +110,10 @@ def _describe(call: Record) -> str:
 
 
 def _mismatch(trace: Trace) -> Finding | None:
-    groups = [None, *sorted({tuple(c["group"]) for _, c in trace.all("collective") if c.get("group")})]
-    for group in groups:
-        members = trace.ranks if group is None else [r for r in trace.ranks if r.number in group]
-        calls = [_sequence(r, None if group is None else list(group)) for r in members]
+    groups = {_group(c) for _, c in trace.all("collective") if c["phase"] == "in"}
+    for group in sorted(groups, key=lambda g: (g[0] or (), *g[1:])):
+        members = trace.ranks if group[0] is None else [r for r in trace.ranks if r.number in group[0]]
+        calls = [_sequence(r, group) for r in members]
         for n in range(max(map(len, calls), default=0)):
             present = [(r, c[n]) for r, c in zip(members, calls, strict=True) if len(c) > n]
             if len(present) < len(members):
@@ -177,7 +188,8 @@ def _own_crash(rank: Rank) -> bool:
     """An error of the rank's own, not one that came over the network because another rank was gone."""
     end = rank.first("end")
     why = end.get("why", "") if end else rank.printed if rank.status == -signal.SIGABRT else ""
-    return rank.failed and not any(sign in why for sign in _GONE)
+    theirs = any(sign in why for sign in _GONE) or (why.startswith(_OF_TORCH) and any(s in why for s in _LOST))
+    return rank.failed and not theirs
 
 
 def _ended(rank: Rank) -> str:

@@ -40,14 +40,19 @@ class Pass:
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Of some samples, by their places, what each tensor of them is known by."""
     labels: list[int] = field(default_factory=list)
-    """Which of the tensors hold no fractions: they are hardly ever drawn at random."""
+    """Which of the tensors hold one whole number of each sample: it is hardly ever drawn at random."""
+    contents: list[tuple[int, int]] = field(default_factory=list)
+    """Places of samples, and what they were found to hold."""
+    backwards: int = 0
 
     def add(self, batch: Record) -> None:
-        index = batch.get("index", [])
+        index, hashes = batch.get("index", []), unpacked(batch["hashes"])
         self.index += index
-        self.hashes += unpacked(batch["hashes"])
-        parts = [unpacked(part) for part in batch.get("parts", ())]
-        self.parts |= dict(zip(index, zip(*parts, strict=True), strict=False))
+        self.hashes += hashes
+        if batch["rows"] == len(index):  # each row is a sample
+            self.contents += zip(index, hashes, strict=False)
+            parts = [unpacked(part) for part in batch.get("parts", ())]
+            self.parts |= dict(zip(index, zip(*parts, strict=True), strict=False))
         self.labels = batch.get("labels", [])
         self.rows = max(self.rows, batch["rows"])
         self.batches += 1
@@ -70,6 +75,7 @@ def _passes(rank: Rank) -> list[Pass]:
     last: Pass | None = None
     given: list[Pass] = []  # that gave batches since the last backward pass
     after: list[Pass] = []  # that ended, and of which it is not known yet what follows from them
+    went_back = False  # since the last step
     for record in rank.records:
         kind, key = record["kind"], (record.get("n"), record.get("epoch"))
         if kind == "loader":
@@ -85,10 +91,15 @@ def _passes(rank: Rank) -> list[Pass]:
             found[key].ended = True
             after.append(found[key])
         elif kind == "backward" and record["phase"] == "in" and last is not None:
+            last.backwards += 1
+            _learn_from(given, last)
+            given = []
+        elif kind == "step" and last is not None and not went_back:  # by torch.autograd.grad
             _learn_from(given, last)
             given = []
         elif kind == "input" and last is not None:
             last.fed = max(last.fed, record.get("rows", 0))
+        went_back = kind != "step" and (went_back or kind == "backward")
         after = [one for one in after if not one.trains]
         for one in after:
             one.after.append(record)
@@ -137,8 +148,9 @@ def judge(trace: Trace) -> Iterator[Finding]:
 
 
 def sliced(one: Pass, world: int) -> bool:
-    """Whether the script loads whole batches and gives the model its part of them."""
-    return 0 < one.fed * world <= one.rows + world - 1
+    """Whether the script loads whole batches and gives the model its part of them, and not all parts in turn."""
+    part = 0 < one.fed * world <= one.rows + world - 1
+    return part and one.fed * one.backwards < one.rows * one.batches
 
 
 def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
@@ -168,10 +180,11 @@ def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
 
 def _own_sets(group: list[Pass], trace: Trace) -> bool:
     """Whether the data sets of the ranks are parts of one, each numbered by itself: ranks have the same numbers, yet
-    nothing that one was given is on another; and that is not because something is drawn for each."""
+    hardly anything that one was given is on another; and that is not because something is drawn for each."""
     given = Counter(content for one in group for content in set(one.hashes))
     numbers = Counter(place for one in group for place in set(one.index))
-    if not given or max(given.values()) > 1 or sum(n > 1 for n in numbers.values()) < _ENOUGH:
+    shared = sum(n > 1 for n in numbers.values())
+    if not given or sum(n > 1 for n in given.values()) > _MUCH * shared or shared < _ENOUGH:
         return False
     alike = _alike(group)
     return _steady(group[0].at, trace) if alike is None else not alike
@@ -183,15 +196,14 @@ def _alike(group: list[Pass]) -> bool | None:
     both = [(group[0].parts[n], one.parts[n]) for one in group[1:] for n in one.parts if n in group[0].parts]
     if len(both) < _ENOUGH:
         return None
-    differs = False
+    equals = differs = False
     for n in range(min(len(part) for pair in both for part in pair)):
         values = Counter(a[n] for a, _ in both)
         chance = sum((count / len(both)) ** 2 for count in values.values())
         equal = sum(a[n] == b[n] for a, b in both) / len(both)
-        if equal == 1 and chance ** len(both) < 1e-6:
-            return True
+        equals |= equal == 1 and chance ** len(both) < 1e-6  # or it is the number itself
         differs |= n in group[0].labels and len(both) >= 2 * _ENOUGH and equal < 0.8
-    return False if differs else None
+    return False if differs else True if equals else None
 
 
 @lru_cache(maxsize=16)
@@ -201,10 +213,9 @@ def _steady(at: Site | None, trace: Trace) -> bool:
     again = 0
     for rank in trace.ranks:
         for one in passes(rank):
-            if one.at == at and len(one.index) == len(one.hashes):
-                for place, content in zip(one.index, one.hashes, strict=True):
-                    again += (rank.number, place) in known
-                    known.setdefault((rank.number, place), set()).add(content)
+            for place, content in one.contents if one.at == at else ():
+                again += (rank.number, place) in known
+                known.setdefault((rank.number, place), set()).add(content)
     return again >= _ENOUGH and all(len(contents) == 1 for contents in known.values())
 
 
@@ -267,7 +278,24 @@ def _splits(groups: list[list[Pass]]) -> Iterator[Finding]:
 
 
 def _overlap(trace: Trace) -> Iterator[Finding]:
-    everything = [one for rank in trace.ranks for one in passes(rank)]
+    alike = _numbered_alike(trace)
+    for ranks in [trace.ranks] if alike else [[rank] for rank in trace.ranks]:
+        if found := _trained_on([one for rank in ranks for one in passes(rank)]):
+            yield found
+            return
+
+
+def _numbered_alike(trace: Trace) -> bool:
+    """Whether all ranks came upon their data sets in one order, and so mean the same by their numbers."""
+    tables: list[dict[int, tuple[object, ...]]] = [{} for _ in trace.ranks]
+    for table, rank in zip(tables, trace.ranks, strict=True):
+        for one in passes(rank):
+            about = one.loader["type"], one.loader["size"], one.loader["partial"]
+            table.setdefault(one.loader["dataset"], about)
+    return all(table[n] == tables[0][n] for table in tables for n in table.keys() & tables[0].keys())
+
+
+def _trained_on(everything: list[Pass]) -> Finding | None:
     training = _by_set(one for one in everything if one.trains)
     for test in _by_set(one for one in everything if not one.trains and one.index):
         for train in training:
@@ -283,8 +311,8 @@ def _overlap(trace: Trace) -> Iterator[Finding]:
                 continue
             if shared:
                 what = f"{len(shared)} of the samples evaluated here are trained on"
-                yield finding("overlapping-splits", what, test.at, f"trained on at {train.at}")
-                return
+                return finding("overlapping-splits", what, test.at, f"trained on at {train.at}")
+    return None
 
 
 def _by_set(found: Iterable[Pass]) -> list[Pass]:

@@ -1,6 +1,7 @@
 """Collectives, with the line that calls each: entered, left, failed."""
 
 import sys
+import threading
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ ALL = (
     *SHAPED, "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier", "monitored_barrier",
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "new_group",
 )  # fmt: skip
+_FORMS = ("torch/distributed/nn/functional.py", "torch/autograd/function.py")
 _ROOTS = ("src", "dst", "group_src", "group_dst")
 
 
@@ -48,7 +50,7 @@ def _watched(context: Context, name: str, original: Function) -> Function:
         if context.hidden or outsider:
             return original(*args, **kwargs)
         number = context.collectives = context.collectives + 1
-        library = foreign(sys._getframe(1).f_code.co_filename)
+        library = foreign(_asker())
         seen = _signature(context, name, args, kwargs) or {"group": []}  # of nobody
         context.recorder.write("collective", phase="in", op=name, n=number, by_library=library, **seen)
         try:
@@ -63,13 +65,23 @@ def _watched(context: Context, name: str, original: Function) -> Function:
     return collective
 
 
+def _asker() -> str:
+    """The file of the code that calls a collective, perhaps through one of torch's other forms of it."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_code.co_filename.endswith(_FORMS):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
 @careful
 def _signature(context: Context, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
     group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
     seen: dict[str, Any] = {"group": None}
     if group is not None and group is not dist.group.WORLD:
-        seen["group"] = dist.get_process_group_ranks(group)
+        seen |= {"group": dist.get_process_group_ranks(group), "name": group.group_name}
+    if threading.current_thread() is not threading.main_thread():
+        seen["aside"] = True
     if name in SHAPED and tensor is not None:
         seen["shape"], seen["dtype"] = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if name == "new_group":

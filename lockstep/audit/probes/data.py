@@ -150,7 +150,10 @@ class Data:
             hashes, parts = sample_hashes(batch)
         seen: dict[str, Any] = {"hashes": hashes}
         if len(batch) == len(parts) > 1:
-            seen |= {"parts": parts, "labels": [n for n, t in enumerate(batch) if not t.is_floating_point()]}
+            seen |= {
+                "parts": parts,
+                "labels": [n for n, t in enumerate(batch) if t.dim() == 1 and not t.is_floating_point()],
+            }
         return seen
 
     def order(self, original: Function) -> Function:

@@ -28,7 +28,8 @@ class Patches:
             original = before.__func__
         watched = around(original)
         functools.update_wrapper(watched, original)
-        setattr(owner, name, classmethod(watched) if isinstance(before, classmethod) else watched)
+        kind = type(before) if isinstance(before, (classmethod, staticmethod)) else lambda function: function
+        setattr(owner, name, kind(watched))
         self._undo.append(lambda: setattr(owner, name, before) if own else delattr(owner, name))
 
     def replace(self, owner: Any, name: str, value: Any) -> None:

@@ -42,7 +42,7 @@ class Precision:
         return __enter__
 
     def scaler(self, original: Function) -> Function:
-        def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(scaler: Any, /, *args: Any, **kwargs: Any) -> None:
             original(scaler, *args, **kwargs)
             self.scalers.append(scaler)
             self.recorder.write("scaler", op="new", n=len(self.scalers) - 1, enabled=scaler.is_enabled())

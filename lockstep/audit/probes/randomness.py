@@ -37,6 +37,14 @@ def install(context: Context, patches: Patches) -> None:
 
     for name in _FUNCTIONS:
         patches.wrap(torch, name, partial(watched, name))
+        _let_scripts_call(getattr(torch, name), f"aten::{name}", patches)
+
+
+def _let_scripts_call(watched: Function, operator: str, patches: Patches) -> None:
+    """TorchScript knows torch's functions by their ids."""
+    table = torch.jit._builtins._get_builtin_table()
+    table[id(watched)] = operator
+    patches.later(lambda: table.pop(id(watched)))
 
 
 @careful

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from multiprocessing.process import BaseProcess
-from types import ModuleType, SimpleNamespace
+from types import CellType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +31,8 @@ def start_ranks_here(patches: Patches, recorder: Recorder) -> None:
 
     def spawning(original: Function) -> Function:
         def spawn(fn: Function, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
+            if dist.is_initialized():  # the ranks are there: these are to help one of them
+                return original(fn, args, nprocs, *rest, **kwargs)
             recorder.write("spawn", nprocs=nprocs)
             if rank < nprocs:
                 fn(rank, *args)
@@ -104,20 +106,28 @@ def _never_starts(process: Any, round_: _Round) -> None:
 
 def _joins(task: Any, owner: Any = None, depth: int = _DEPTH) -> bool:
     """Whether a function, or one of the user's that it calls, joins a process group: others feed or serve the ranks."""
-    while isinstance(task, partial):
-        task = task.func
-    owner = getattr(task, "__self__", owner)
     function = _function(task)
+    if function is inspect.unwrap(dist.init_process_group):
+        return True
     code = getattr(function, "__code__", None)
     if code is None or foreign(code.co_filename):
         return False
     if "init_process_group" in code.co_names:
         return True
+    owner = getattr(_whole(task), "__self__", owner)
     return depth > 0 and any(_joins(called, owner, depth - 1) for called in _called(function, owner))
+
+
+def _whole(task: Any) -> Any:
+    """What a partial function is a part of."""
+    while isinstance(task, partial):
+        task = task.func
+    return task
 
 
 def _function(task: Any) -> Any:
     """What runs when a task is called: of a class its __init__, of an object its __call__."""
+    task = _whole(task)
     if isinstance(task, type):
         task = task.__init__  # type: ignore[misc]
     elif callable(task) and not hasattr(getattr(task, "__func__", task), "__code__"):
@@ -126,11 +136,15 @@ def _function(task: Any) -> Any:
 
 
 def _called(function: Any, owner: Any) -> Iterator[Any]:
-    """What a function names that can be called: of its globals, of modules, of the object that it belongs to."""
+    """What a function names that can be called: of its globals, of functions around it, of modules, of the object that
+    it belongs to; of classes all that they have, since what it does with their objects is not followed."""
     code, thing = function.__code__, None
+    around = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             thing = function.__globals__.get(step.argval)
+        elif step.opname == "LOAD_DEREF" and step.argval in around:
+            thing = _content(around[step.argval])
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(thing, ModuleType):
             thing = getattr(thing, step.argval, None)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and thing is not None and thing is owner:
@@ -139,5 +153,14 @@ def _called(function: Any, owner: Any) -> Iterator[Any]:
             thing = owner
         else:
             thing = None
-        if callable(thing) and thing is not owner:
+        if isinstance(thing, type):
+            yield from (f for f in vars(thing).values() if inspect.isfunction(f))
+        elif callable(thing) and thing is not owner:
             yield thing
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None

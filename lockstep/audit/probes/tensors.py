@@ -1,7 +1,7 @@
 """The tensors in what a script passes around, and numbers that tell samples apart."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -15,11 +15,16 @@ from ..trace import packed
 
 Words = NDArray[np.uint64]
 Array = NDArray[Any] | Tensor
-_RUNS, _RUN = 8, 64
-"""So many runs of so many bytes tell a large sample from others. Not single numbers all over it: memory comes in lines
-of so many bytes, and to read those of a new batch costs more than what is done with them."""
-_RUNS_OF_EMPTY, _RUN_OF_EMPTY, _FEW = 256, 1024, 4
-"""As many where fewer words than this are unlike the first: bags of words, sparse fingerprints."""
+Places = NDArray[np.int64]
+_RUN, _RUNS = 64, (8, 256)
+"""A large sample is known by so many runs of so many bytes; by more of them, and at last by all of it, if hardly any
+run holds different words: black borders, bags of words. Not single numbers all over it: memory comes in lines of so
+many bytes, and to read those of a new batch costs more than what is done with them."""
+_FEW = 4
+"""Runs with different words that are hardly any."""
+_GOLDEN = 0.6180339887498949
+_PIECE = 1 << 20
+"""Bytes that are looked at together, where all of a sample is."""
 FIRST, _MOST = 32, 1024
 """Samples of a batch of which each tensor is known by itself, and of which anything is known."""
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,12 +32,14 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensors(thing: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
+    """The tensors in nested lists, tuples, mappings and data classes."""
     if isinstance(thing, Tensor):
         yield thing
-    elif isinstance(thing, dict):
+    elif isinstance(thing, Mapping):
         for value in thing.values():
             yield from tensors(value)
+    elif is_dataclass(thing):
+        yield from tensors(vars(thing))
     elif isinstance(thing, (list, tuple)):
         for value in thing:
             yield from tensors(value)
@@ -64,16 +71,24 @@ def sample_hashes(batch: list[Tensor]) -> tuple[str, list[str]]:
 
 
 def _hashes(tensor: Tensor) -> Words:
-    """A number for each sample. Of one in which hardly anything is to be seen more is looked at."""
-    rows = _rows(tensor)
-    words = _runs(rows, _RUNS, _RUN)
-    found = _sums(words)
-    if math.prod(rows.shape[1:]) * rows.itemsize > words.shape[1] * words.itemsize:
-        unlike = (words != words[:, :1]).sum(1)
-        if unlike.min() < _FEW:
-            empty = np.flatnonzero(unlike < _FEW)
-            index = empty if isinstance(rows, np.ndarray) else torch.from_numpy(empty).to(rows.device)
-            found[empty] += _sums(_runs(rows[index], _RUNS_OF_EMPTY, _RUN_OF_EMPTY))
+    """A number for each sample. Of whole numbers more is looked at: texts begin alike and end alike."""
+    return _look(_rows(tensor), int(tensor.element_size() > 1 and not tensor.is_floating_point()))
+
+
+def _look(rows: Array, look: int, which: Places | None = None) -> Words:
+    """Numbers for all of the rows or some, by this look at them, or by the next as well where it sees little."""
+    if look == len(_RUNS):
+        return _whole(rows, which)
+    run, runs = _RUN // rows.itemsize, _RUNS[look]
+    count = rows.shape[1] // run
+    if count <= runs:
+        return _sums(_words(rows, which))
+    words = _words(rows[:, : count * run].reshape(len(rows), count, run), which, _spread(count, runs))
+    found, parts = _sums(words), words.reshape(len(words), runs, -1)
+    seen = (parts != parts[:, :, :1]).any(2).sum(1)
+    if seen.min() < _FEW:
+        little = np.flatnonzero(seen < _FEW)
+        found[little] += _look(rows, look + 1, little if which is None else which[little])
     return found
 
 
@@ -87,15 +102,40 @@ def _rows(tensor: Tensor) -> Array:
     return rows[:_MOST].reshape(min(len(rows), _MOST), -1)
 
 
-def _runs(rows: Array, runs: int, size: int) -> Words:
-    """So many runs of so many bytes of each row, or all of a row that is hardly longer, as words."""
-    run = size // rows.itemsize
-    step = rows.shape[1] // runs // run * run
-    if step > run:
-        rows = rows[:, : runs * step].reshape(len(rows), runs, step)[:, :, :run]
+def _whole(rows: Array, which: Places | None) -> Words:
+    """A number for each of some rows, from all of it: from each word that is unlike the one before it."""
+    which = np.arange(len(rows)) if which is None else which
+    found = np.empty(len(which), np.uint64)
+    step = max(1, _PIECE // (rows.shape[1] * rows.itemsize))
+    for i in range(0, len(which), step):
+        words = _words(rows, which[i : i + step])
+        flat, begins = words.ravel(), np.arange(len(words)) * words.shape[1]
+        new = np.ones(flat.shape, bool)
+        np.not_equal(flat[1:], flat[:-1], out=new[1:])
+        new[begins] = True
+        places = np.flatnonzero(new)
+        mixes = mixed(flat[places] + (places % words.shape[1]).astype(np.uint64) * GAMMA)
+        found[i : i + step] = np.add.reduceat(mixes, np.searchsorted(places, begins))
+    return found
+
+
+def _words(rows: Array, which: Places | None, blocks: Places | None = None) -> Words:
+    """All rows or some, or such blocks of them, as words."""
+    for axis, index in ((1, blocks), (0, which)):
+        if index is not None and isinstance(rows, np.ndarray):
+            rows = rows.take(index, axis)
+        elif index is not None:
+            rows = rows.index_select(axis, torch.from_numpy(index).to(rows.device))  # type: ignore[union-attr]
     found = np.ascontiguousarray(rows if isinstance(rows, np.ndarray) else rows.cpu()).reshape(len(rows), -1)
     rest = -found.shape[1] * found.itemsize % 8 // found.itemsize
     return (np.pad(found, ((0, 0), (0, rest))) if rest else found).view(np.uint64)
+
+
+@lru_cache(maxsize=64)
+def _spread(count: int, runs: int) -> Places:
+    """Numbers of blocks all over a row, but not at even distances: rows of images have one, too."""
+    n = np.arange(runs)
+    return ((n + n * _GOLDEN % 1) * count / runs).astype(np.int64)
 
 
 def _sums(words: Words) -> Words:

@@ -61,6 +61,8 @@ class Training:
     # -- forward ----------------------------------------------------------------------------------------------------
     def meet(self, root: nn.Module) -> None:
         """A module that is no part of another: watch what goes into it and whether it comes out unchanged."""
+        if isinstance(root, torch.jit.ScriptModule):  # it takes no hooks
+            return
         self.patches.later(root.register_forward_pre_hook(Hook(self._before), with_kwargs=True).remove)
 
     @careful
@@ -152,6 +154,7 @@ class Training:
                 return original(*args, **kwargs)
             for key in self.since:
                 self.since[key] += 1
+                self.kept[key] = False  # what is done with these gradients is not known
             self.in_backward = True
             try:
                 return original(*args, **kwargs)
@@ -173,7 +176,7 @@ class Training:
 
     # -- optimizer --------------------------------------------------------------------------------------------------
     def optimizer(self, original: Function) -> Function:
-        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def __init__(optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if type(optimizer).__module__.startswith("accelerate"):  # a wrapper around one that is known
                 return

@@ -42,7 +42,7 @@ class Wrappers:
         """Of wrappers that search for unused parameters: those whose gradient was computed here in this step."""
 
     def wrapping(self, original: Function) -> Function:
-        def __init__(wrapper: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def __init__(wrapper: DistributedDataParallel, /, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             with self.recorder.hide():
                 original(wrapper, module, *args, **kwargs)
             number = len(self.context.wrappers)
@@ -55,12 +55,17 @@ class Wrappers:
                 sends_buffers=wrapper.broadcast_buffers,
                 device_ids=kwargs.get("device_ids", args[0] if args else None),
             )
-            hook = module.register_forward_pre_hook(Hook(lambda m, _: self._entered(m, number)))
-            self.patches.later(hook.remove)
+            self._watch_entry(module, number)
             if wrapper.find_unused_parameters:
                 self._watch_use(module, number)
 
         return __init__
+
+    @careful
+    def _watch_entry(self, module: nn.Module, number: int) -> None:
+        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
+            hook = module.register_forward_pre_hook(Hook(lambda m, _: self._entered(m, number)))
+            self.patches.later(hook.remove)
 
     @careful
     def _watch_use(self, module: nn.Module, number: int) -> None:
@@ -88,7 +93,7 @@ class Wrappers:
         return parallelize_module
 
     def flattening(self, original: Function) -> Function:
-        def __init__(wrapper: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def __init__(wrapper: nn.Module, /, *args: Any, **kwargs: Any) -> None:
             with self.recorder.hide():
                 original(wrapper, *args, **kwargs)
             self.context.shards.append(wrapper)
