@@ -127,6 +127,7 @@ def test_a_crash_is_reported_with_its_line_and_what_was_printed(tmp_path: Path) 
         "raise SystemExit('give --data')",
         "nn.functional.mse_loss(model(a), b).detach().backward()",
         "os.kill(os.getpid(), 9)",
+        "raise ConnectionResetError('Connection reset by peer')",
     ],
 )
 def test_of_two_ranks_the_one_that_failed_by_itself_is_named(tmp_path: Path, fail: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import init_process_group as join_group
 
 from audit.test_command import TRAIN, audit, names
 from lockstep.audit.probes.spawn import _joins
@@ -30,6 +31,25 @@ def train(rank: int) -> None:
 
 def by_module(rank: int) -> None:
     launching.setup(rank)
+
+
+def by_method(rank: int) -> None:
+    trainer = Trainer(rank)
+    trainer.begin(rank)
+
+
+def by_another_name(rank: int) -> None:
+    join_group("gloo", rank=rank)
+
+
+def within() -> Any:
+    def begin(rank: int) -> None:
+        setup(rank)
+
+    def work(rank: int) -> None:
+        begin(rank)
+
+    return work
 
 
 def helps(queue: Any) -> None:
@@ -76,6 +96,9 @@ RANKS = {
     "a part of one": partial(partial(train), 1),
     "a method": Trainer(2).run,
     "one that makes an object": makes_one,
+    "one that calls its method": by_method,
+    "one by another name": by_another_name,
+    "one within another": within(),
 }
 HELPERS = {
     "a function": helps,
@@ -84,6 +107,7 @@ HELPERS = {
     "one of Python's": print,
     "another": sys.exit,
     "nothing": None,
+    "a part": partial(print, "done"),
 }
 
 
@@ -113,3 +137,24 @@ def test_ranks_that_are_started_a_second_time_are_watched_too(tmp_path: Path) ->
     )
     done = audit(tmp_path, script, "--steps", "0")
     assert "unsynchronised" in names(tmp_path), done.stdout
+
+
+@pytest.mark.slow
+def test_processes_that_a_rank_spawns_later_are_its_helpers(tmp_path: Path) -> None:
+    prepared = """if rank == 0:
+        mp.spawn(prepare, nprocs=4)
+    dist.barrier()
+    x = torch.cat([torch.load(f"{part}.pt") for part in range(4)]) + torch.arange(64.0).view(32, 2)"""
+    train = TRAIN.replace("x = torch.arange(64.0).view(32, 2)", prepared).replace("\n    ", "\n        ")
+    script = f"""
+    import torch
+    import torch.multiprocessing as mp
+    def prepare(part):
+        torch.save(torch.full((8, 2), float(part)), f"{{part}}.pt")
+    def main():
+        {train}
+    if __name__ == "__main__":
+        main()
+    """
+    done = audit(tmp_path, script, "--steps", "0")
+    assert done.returncode == 0 and names(tmp_path) == [], done.stdout + done.stderr

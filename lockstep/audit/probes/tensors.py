@@ -14,13 +14,12 @@ from ...watch.ledger import GAMMA, mixed
 from ..trace import packed
 
 Words = NDArray[np.uint64]
-Array = NDArray[Any] | Tensor
 Places = NDArray[np.int64]
 _RUN, _RUNS = 64, (8, 256)
 """A large sample is known by so many runs of so many bytes; by more of them, and at last by all of it, if hardly any
 run holds different words: black borders, bags of words. Not single numbers all over it: memory comes in lines of so
 many bytes, and to read those of a new batch costs more than what is done with them."""
-_FEW = 4
+_FEW = 3
 """Runs with different words that are hardly any."""
 _GOLDEN = 0.6180339887498949
 _PIECE = 1 << 20
@@ -75,7 +74,7 @@ def _hashes(tensor: Tensor) -> Words:
     return _look(_rows(tensor), int(tensor.element_size() > 1 and not tensor.is_floating_point()))
 
 
-def _look(rows: Array, look: int, which: Places | None = None) -> Words:
+def _look(rows: NDArray[Any], look: int, which: Places | None = None) -> Words:
     """Numbers for all of the rows or some, by this look at them, or by the next as well where it sees little."""
     if look == len(_RUNS):
         return _whole(rows, which)
@@ -92,17 +91,17 @@ def _look(rows: Array, look: int, which: Places | None = None) -> Words:
     return found
 
 
-def _rows(tensor: Tensor) -> Array:
-    """The first samples of a batch as rows of integers; as an array of NumPy, if they are not on a GPU."""
-    plain = tensor.detach()
+def _rows(tensor: Tensor) -> NDArray[Any]:
+    """The first samples of a batch as rows of integers. From a GPU all of them are copied: its kernels for less than
+    that would have to be loaded first, which takes as long as a step."""
+    plain = tensor.detach()[:_MOST].cpu()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
     plain = plain.resolve_neg().view(_INTEGER[plain.element_size()])
-    rows: Array = plain.numpy() if plain.is_cpu else plain
-    return rows[:_MOST].reshape(min(len(rows), _MOST), -1)
+    return plain.numpy().reshape(len(plain), -1)
 
 
-def _whole(rows: Array, which: Places | None) -> Words:
+def _whole(rows: NDArray[Any], which: Places | None) -> Words:
     """A number for each of some rows, from all of it: from each word that is unlike the one before it."""
     which = np.arange(len(rows)) if which is None else which
     found = np.empty(len(which), np.uint64)
@@ -119,14 +118,12 @@ def _whole(rows: Array, which: Places | None) -> Words:
     return found
 
 
-def _words(rows: Array, which: Places | None, blocks: Places | None = None) -> Words:
+def _words(rows: NDArray[Any], which: Places | None, blocks: Places | None = None) -> Words:
     """All rows or some, or such blocks of them, as words."""
     for axis, index in ((1, blocks), (0, which)):
-        if index is not None and isinstance(rows, np.ndarray):
+        if index is not None:
             rows = rows.take(index, axis)
-        elif index is not None:
-            rows = rows.index_select(axis, torch.from_numpy(index).to(rows.device))  # type: ignore[union-attr]
-    found = np.ascontiguousarray(rows if isinstance(rows, np.ndarray) else rows.cpu()).reshape(len(rows), -1)
+    found = np.ascontiguousarray(rows).reshape(len(rows), -1)
     rest = -found.shape[1] * found.itemsize % 8 // found.itemsize
     return (np.pad(found, ((0, 0), (0, rest))) if rest else found).view(np.uint64)
 

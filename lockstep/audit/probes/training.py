@@ -14,9 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from . import wrappers
 from .context import Context, careful, replicated, worth_a_look
 from .patch import Function, Hook, Patches
-from .tensors import FIRST, readable, sample_hashes, tensors
+from .tensors import readable, sample_hashes, tensors
 from .wrappers import Wrappers
 
+_ROWS = 8
+"""Samples of a batch by which it is known when it goes into the model."""
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -100,7 +102,7 @@ class Training:
             seen: dict[str, Any] = {}
             if batch is not None:
                 seen["rows"] = len(batch)
-                seen["hashes"] = sample_hashes([batch[:FIRST]])[0]
+                seen["hashes"] = sample_hashes([batch[:_ROWS]])[0]
             if module not in self.dropouts:
                 self.dropouts[module] = [m for m in module.modules() if isinstance(m, _DROPOUT)]
             if any(m.p > 0 for m in self.dropouts[module]):
