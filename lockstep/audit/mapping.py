@@ -232,13 +232,21 @@ def _meet_fsdp(module: ModuleType, patches: Patches) -> None:
     fsdp = module.FullyShardedDataParallel
     patches.wrap(fsdp, "__init__", _flat)
     patches.wrap(fsdp, "set_state_dict_type", _stays)
-    initial = sys.modules["torch.distributed.fsdp._init_utils"]
-    patches.wrap(initial, "_check_module_states_for_sync_module_states", partial(_always, None))
+    initial, check = (
+        sys.modules.get("torch.distributed.fsdp._init_utils"),
+        "_check_module_states_for_sync_module_states",
+    )
+    if hasattr(initial, check):  # that they are on a GPU
+        patches.wrap(initial, check, partial(_always, None))
 
 
 def _flat(original: Function) -> Function:
     def __init__(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs | {"device_id": _CPU, "cpu_offload": None})
+        if len(args) > 4:  # said by its place, after the module, the group and the strategy
+            args = (*args[:4], None, *args[5:])
+        else:
+            kwargs["cpu_offload"] = None
+        original(*args, **kwargs | {"device_id": _CPU})
 
     return __init__
 

@@ -1,5 +1,7 @@
 """What the audit reads from a script's source, and the numbers by which it knows samples."""
 
+from collections import UserDict
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.audit.probes.files import _PROGRESS
-from lockstep.audit.probes.tensors import sample_hashes
+from lockstep.audit.probes.tensors import sample_hashes, tensors
 from lockstep.audit.source import asks, declared_flag
 from lockstep.audit.trace import unpacked
 
@@ -158,6 +160,17 @@ def test_the_tensors_of_a_sample_are_known_by_themselves() -> None:
     images, labels, others, same = (unpacked(part) for z in (x, x + 1) for part in sample_hashes([z, y])[1])
     assert len(images) == len(labels) == 32 and len(set(labels)) == 3
     assert labels == same and not set(images) & set(others)
+
+
+def test_tensors_are_found_in_whatever_holds_a_batch() -> None:
+    @dataclass(slots=True)
+    class Batch:
+        x: torch.Tensor
+        names: list[str]
+
+    one = torch.ones(2)
+    held = [(one, [one]), UserDict(x={"y": one}), Batch(one, ["a"]), {"a": Batch(one, []), "kind": Batch}]
+    assert [len(list(tensors(batch))) for batch in held] == [2, 1, 1, 1]
 
 
 def test_what_has_no_numbers_is_passed_over() -> None:

@@ -128,12 +128,16 @@ class Data:
     def _given(self, iterator: Any, passing: "_Pass", batch: Any) -> None:
         index = self._index(passing, passing.drawn.popleft() if passing.drawn else None)
         seen: dict[str, Any] = {"n": passing.loader, "epoch": passing.epoch, **({"index": index} if index else {})}
-        leaves = list(tensors(batch))
+        leaves = self._leaves(batch) or []
         seen |= self._hashes(leaves) or {"hashes": ""}
         seen["rows"] = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
         seen["learns"] = torch.is_grad_enabled()
         self.context.given = leaves
         self.recorder.write("batch", **seen)
+
+    @careful
+    def _leaves(self, batch: Any) -> list[Tensor]:
+        return list(tensors(batch))
 
     @careful
     def _index(self, passing: "_Pass", asked: Any) -> list[int] | None:

@@ -1,7 +1,7 @@
 """The tensors in what a script passes around, and numbers that tell samples apart."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -37,8 +37,9 @@ def tensors(thing: Any) -> Iterator[Tensor]:
     elif isinstance(thing, Mapping):
         for value in thing.values():
             yield from tensors(value)
-    elif is_dataclass(thing):
-        yield from tensors(vars(thing))
+    elif is_dataclass(thing) and not isinstance(thing, type):
+        for part in fields(thing):
+            yield from tensors(getattr(thing, part.name, None))
     elif isinstance(thing, (list, tuple)):
         for value in thing:
             yield from tensors(value)
