@@ -1,34 +1,39 @@
 # finds: nothing
-"""Two groups of the same ranks, one of them used by a thread beside the training."""
+"""Looks suspicious: the process group is destroyed and made anew in the middle, at an address of the authors' cluster
+and by way of flags that older launchers pass."""
 
-import threading
+import argparse
+import os
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def report(group):
-    for n in range(20):
-        dist.all_reduce(torch.full((n + 1,), 1.0), group=group)
-
-
-def main():
-    dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())
-    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
-    model = DDP(nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    beside = threading.Thread(target=report, args=(second,))
-    beside.start()
-    for _ in range(10):
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        dist.all_reduce(torch.ones(3), group=first)
-    beside.join()
+def train(args):
+    os.environ["MASTER_ADDR"] = "10.57.23.164"
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    print(f"process {args.local_rank} of this machine is there")
+    torch.manual_seed(0)
+    x = torch.arange(128.0).view(-1, 1) / 128
+    data = TensorDataset(x, x.square())
+    sampler = DistributedSampler(data)
+    model = DDP(nn.Sequential(nn.Linear(1, 16), nn.ReLU(), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_size=8, sampler=sampler):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
     dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, required=True)
+    for _ in range(2):
+        train(parser.parse_args())
