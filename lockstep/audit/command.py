@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 import tyro
 
-from . import mapping, report
+from . import report
 from .catalog import Finding
+from .emulate import cuda_on_cpu
 from .judge import judge
-from .rank import Order
-from .ranks import watch_ranks
+from .launcher import watch_ranks
 from .trace import Trace, claim, where
+from .worker import Order
 
 
 @dataclass
@@ -95,7 +96,7 @@ def _check(script: list[str]) -> None:
 
 
 def _order(script: list[str], options: Audit) -> Order:
-    mapped = mapping.needed(options.device)
+    mapped = cuda_on_cpu.needed(options.device)
     gpus = 0 if mapped else torch.cuda.device_count()
     if options.device == "cuda" and gpus == 0:
         raise ValueError("--device cuda, but no GPU is visible; use --device cpu")

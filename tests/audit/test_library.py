@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 from lockstep.audit import assert_in_lockstep, probes, watch
 from lockstep.audit.command import _remarks
 from lockstep.audit.judge import judge
-from lockstep.audit.rank import Order
 from lockstep.audit.trace import Recorder, Trace, read
+from lockstep.audit.worker import Order
 from lockstep.distributed import World
 from lockstep.watch import OutOfLockstep
 

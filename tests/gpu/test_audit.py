@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from audit.emulate.test_frameworks import CASES, audit_of_case
 from audit.test_examples import EXAMPLES, audit_of_example
-from audit.test_frameworks import CASES, audit_of_case
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -17,7 +17,7 @@ from typing import Any
 
 from processes import SERVER
 
-from lockstep.audit.ranks import free_port
+from lockstep.audit.launcher import free_port
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:

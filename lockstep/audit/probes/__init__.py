@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 
+from ..patch import Patches
 from ..trace import Recorder
 from . import collectives, data, files, precision, randomness, training, waits
 from .collectives import keep_store
 from .context import Context
-from .patch import Patches
-from .spawn import start_ranks_here
 
-__all__ = ["Patches", "install", "keep_store", "start_ranks_here"]
+__all__ = ["Patches", "install", "keep_store"]
 
 
 def install(recorder: Recorder, limit: int = 0, on_limit: Callable[[], None] | None = None) -> Patches:

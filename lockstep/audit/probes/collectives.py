@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..patch import Function, Patches
 from ..trace import foreign
 from .context import Context, careful
-from .patch import Function, Patches
 
 SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 """All ranks must bring the same number of elements."""

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..patch import Function, Patches
 from ..trace import Site, site
 from .context import Context, careful
-from .patch import Function, Patches
 from .tensors import sample_hashes, tensors
 
 _FETCHES = 4

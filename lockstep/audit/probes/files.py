@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..patch import Function, Patches
 from ..trace import site
 from .context import Context, careful
-from .patch import Function, Patches
 
 _PROGRESS = re.compile(
     r"(?!num_|max_|total_|n_|warmup_|.*_per_)(.+_)?(epoch|step|iter(ation)?)s?(_(run|num|idx|count|done))?"

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
+from ..patch import Function, Patches
 from .context import Context
-from .patch import Function, Patches
 
 
 def install(context: Context, patches: Patches) -> None:

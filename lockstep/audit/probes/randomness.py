@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..patch import Function, Patches
 from .context import Context, careful, worth_a_look
-from .patch import Function, Patches
 from .tensors import readable
 
 _FUNCTIONS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..patch import Function, Hook, Patches
 from . import wrappers
 from .context import Context, careful, replicated, worth_a_look
-from .patch import Function, Hook, Patches
 from .tensors import readable, sample_hashes, tensors
 from .wrappers import Wrappers
 

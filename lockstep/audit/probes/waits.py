@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..patch import Function, Patches
 from ..trace import OURS, Site, foreign
 from .context import Context
-from .patch import Function, Patches
 
 _WAITING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__format__", "__repr__")
 

@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel import SyncBatchNorm
+from ..patch import Function, Hook, Patches
 from ..trace import site
 from .context import Context, careful, worth_a_look
-from .patch import Function, Hook, Patches
 
 
 def install(context: Context, patches: Patches) -> "Wrappers":

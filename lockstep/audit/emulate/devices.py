@@ -9,8 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from .probes.patch import Function, Patches
-from .trace import Recorder
+from ..patch import Function, Patches
+from ..trace import Recorder
 
 
 class Devices:

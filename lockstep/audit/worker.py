@@ -18,7 +18,8 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from . import frameworks, mapping, probes, sharing
+from . import probes
+from .emulate import cuda_on_cpu, frameworks, shared_gpu, spawn
 from .source import declared_flag
 from .trace import SHARING, Recorder, Site, foreign
 
@@ -87,11 +88,11 @@ def _environment(order: Order, rank: int, port: int) -> None:
 def _run(order: Order, recorder: Recorder, folder: Path) -> int:
     patches = probes.Patches()
     if order.mapped:
-        mapping.install(recorder, patches, order.nproc)
+        cuda_on_cpu.install(recorder, patches, order.nproc)
         frameworks.install(recorder, patches, order.nproc)
     if order.shares_gpu:
-        sharing.install(recorder, patches, order.nproc)
-    probes.start_ranks_here(patches, recorder)
+        shared_gpu.install(recorder, patches, order.nproc)
+    spawn.start_ranks_here(patches, recorder)
     probes.install(recorder, order.steps, lambda: _enough(recorder, folder))
     patches.wrap(os, "_exit", lambda original: lambda status: _leave(recorder, folder, status))
     words = order.words

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.audit import mapping, sharing
-from lockstep.audit.probes.patch import Patches
+from lockstep.audit.emulate import cuda_on_cpu, shared_gpu
+from lockstep.audit.patch import Patches
 from lockstep.audit.trace import Recorder, lines
 
 FIRST = torch.device("cuda", 0)
@@ -44,7 +44,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 def recorder(tmp_path: Path, told: Told) -> Iterator[Recorder]:
     """Of a rank on a machine of three GPUs, of which one is there."""
     recorder, patches = Recorder(tmp_path, 1), Patches()
-    sharing.install(recorder, patches, 3)
+    shared_gpu.install(recorder, patches, 3)
     yield recorder
     patches.undo()
     recorder.file.close()
@@ -106,7 +106,7 @@ def test_a_device_by_default_is_the_first(recorder: Recorder) -> None:
 
 def test_on_the_cpu_a_device_by_default_and_threads_are_mapped_too(tmp_path: Path) -> None:
     recorder, patches, found = Recorder(tmp_path, 1), Patches(), list[Tensor]()
-    mapping.install(recorder, patches, 2)
+    cuda_on_cpu.install(recorder, patches, 2)
     with torch.device("cuda:1"):
         found.append(torch.zeros(2))
     thread = threading.Thread(target=lambda: found.append(torch.zeros(2).to("cuda:1").cuda()))
@@ -190,7 +190,7 @@ PLACES: list[str] = []
 @pytest.mark.parametrize("by", ["Tensor.backward", "autograd.backward", "autograd.grad"])
 def test_what_runs_in_the_backward_pass_is_mapped_too(tmp_path: Path, by: str) -> None:
     recorder, patches = Recorder(tmp_path, 1), Patches()
-    mapping.install(recorder, patches, 2)
+    cuda_on_cpu.install(recorder, patches, 2)
     PLACES.clear()
     x = torch.ones(2, requires_grad=True)
     loss = Doubled.apply(x).sum()
@@ -244,8 +244,8 @@ def test_generators_are_what_they_were(recorder: Recorder) -> None:
 
 
 def test_ddp_is_told_the_first_and_what_was_asked_is_kept(recorder: Recorder) -> None:
-    told, patches, chosen = Told(), Patches(), sharing.Devices(recorder, FIRST, 3)
-    patches.wrap(nn.parallel.DistributedDataParallel, "__init__", lambda _: sharing._ddp(told.instead(None), chosen))
+    told, patches, chosen = Told(), Patches(), shared_gpu.Devices(recorder, FIRST, 3)
+    patches.wrap(nn.parallel.DistributedDataParallel, "__init__", lambda _: shared_gpu._ddp(told.instead(None), chosen))
     nn.parallel.DistributedDataParallel(nn.Linear(2, 2), device_ids=[2], output_device=2, broadcast_buffers=False)
     patches.undo()
     assert told[0][2:] == ([0], 0, False) and asked(recorder) == [("device_ids", 2)]
@@ -261,7 +261,7 @@ def test_a_compiled_function_stays_whole(recorder: Recorder) -> None:
 def test_undone_all_is_as_before(tmp_path: Path) -> None:
     before = (torch.cuda.device_count, torch.Generator, torch.load, threading.Thread._bootstrap_inner)
     recorder, patches = Recorder(tmp_path, 0), Patches()
-    sharing.install(recorder, patches, 2)
+    shared_gpu.install(recorder, patches, 2)
     patches.undo()
     recorder.file.close()
     assert (torch.cuda.device_count, torch.Generator, torch.load, threading.Thread._bootstrap_inner) == before

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import init_process_group as join_group
 
 from audit.test_command import TRAIN, audit, names
-from lockstep.audit.probes.spawn import _joins
+from lockstep.audit.emulate.spawn import _joins
 
 launching = ModuleType("launching")
 

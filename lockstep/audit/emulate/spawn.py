@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing
 
+from ..patch import Function, Patches
 from ..trace import Recorder, foreign
-from .patch import Function, Patches
 
 _DEPTH = 4
 """How far functions that call one another are followed."""

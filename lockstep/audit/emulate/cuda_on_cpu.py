@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..parallel import share_batch_norm
+from ...parallel import share_batch_norm
+from ..patch import Function, Patches
+from ..trace import Recorder, foreign
 from .devices import Devices, Instead, generator_on
-from .probes.patch import Function, Patches
-from .trace import Recorder, foreign
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
-_LOCKSTEP = str(Path(__file__).parents[1]) + os.sep
+_LOCKSTEP = str(Path(__file__).parents[2]) + os.sep
 
 
 def install(recorder: Recorder, patches: Patches, gpus: int) -> None:

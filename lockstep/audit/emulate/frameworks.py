@@ -10,8 +10,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from .probes.patch import Function, Patches
-from .trace import Recorder
+from ..patch import Function, Patches
+from ..trace import Recorder
 
 _LIGHTNING = (
     ("Trainer", "lightning.pytorch.trainer.trainer"),

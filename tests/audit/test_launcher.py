@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from audit.test_command import audit, names
-from lockstep.audit import ranks
+from lockstep.audit import launcher
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: dict[int, Callable[[], object]]):
         self.now, self.polls, self.at = 0.0, 0, at
-        monkeypatch.setattr(ranks, "time", SimpleNamespace(sleep=self.sleep, monotonic=lambda: self.now))
+        monkeypatch.setattr(launcher, "time", SimpleNamespace(sleep=self.sleep, monotonic=lambda: self.now))
 
     def sleep(self, seconds: float) -> None:
         self.now, self.polls = self.now + seconds, self.polls + 1
@@ -32,14 +32,14 @@ def test_a_machine_that_stood_still_is_no_rank_that_does(monkeypatch: pytest.Mon
         clock.now += 10_000
 
     clock = Clock(monkeypatch, {3: stands_still, 6: (tmp_path / "rank0.done").touch})
-    assert ranks._wait([os.getpid()], tmp_path, patience=5, limit=1e9, by_cpu=False) == "through"
+    assert launcher._wait([os.getpid()], tmp_path, patience=5, limit=1e9, by_cpu=False) == "through"
 
 
 def test_ranks_that_do_nothing_hang_after_as_long_as_the_audit_waits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = Clock(monkeypatch, {20: lambda: (tmp_path / "rank0.jsonl").write_text("{}")})
-    assert ranks._wait([os.getpid()], tmp_path, patience=5, limit=1e9, by_cpu=False) == "hung"
+    assert launcher._wait([os.getpid()], tmp_path, patience=5, limit=1e9, by_cpu=False) == "hung"
     assert clock.now == pytest.approx(6, abs=0.2)  # from the last sign of life, which was after one second
 
 
@@ -48,9 +48,9 @@ def test_a_rank_that_waits_for_a_disk_does_not_hang(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, waits_for_disk: bool, end: str
 ) -> None:
     Clock(monkeypatch, {})
-    monkeypatch.setattr(ranks, "_cpu", lambda pid: 0.0)
-    monkeypatch.setattr(ranks, "_on_disk", lambda pid: waits_for_disk)
-    assert ranks._wait([os.getpid()], tmp_path, patience=5, limit=60, by_cpu=True) == end
+    monkeypatch.setattr(launcher, "_cpu", lambda pid: 0.0)
+    monkeypatch.setattr(launcher, "_on_disk", lambda pid: waits_for_disk)
+    assert launcher._wait([os.getpid()], tmp_path, patience=5, limit=60, by_cpu=True) == end
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="not Linux")
@@ -69,7 +69,7 @@ def test_a_process_in_an_uninterruptible_wait_is_known() -> None:
             time.sleep(0.05)
         if process.status() != psutil.STATUS_DISK_SLEEP:
             pytest.skip("this kernel shows no such wait")
-        assert ranks._on_disk(pid) and not ranks._on_disk(process.children()[0].pid)
+        assert launcher._on_disk(pid) and not launcher._on_disk(process.children()[0].pid)
     finally:
         for process in (*psutil.Process(pid).children(), psutil.Process(pid)):
             process.send_signal(signal.SIGKILL)

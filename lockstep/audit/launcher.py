@@ -18,9 +18,9 @@ from typing import Literal
 
 import psutil
 
-from . import rank as one
-from .rank import Order
+from . import worker
 from .trace import Site, Trace, foreign, read
+from .worker import Order
 
 _POLL = 0.05
 _BUSY = 0.02
@@ -43,7 +43,7 @@ def watch_ranks(order: Order, patience: float, limit: float) -> Trace:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
             ranks = read(folder, order.nproc, statuses)
-            (folder / one.GO).touch()
+            (folder / worker.GO).touch()
         for number, stack in stacks.items():
             ranks[number].stack = stack
         for rank in ranks:
@@ -78,7 +78,7 @@ def _started(order: Order, folder: Path) -> Iterator[list[int]]:
             if pid == 0:
                 try:
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-                    one.live(order, number, port, folder)
+                    worker.live(order, number, port, folder)
                 except BaseException:  # a fault of the audit itself: it must be seen, and end here
                     traceback.print_exc()
                 finally:
@@ -111,7 +111,9 @@ def _wait(
         time.sleep(_POLL)
         last, now = now, time.monotonic()
         idle += min(now - last, 1)  # a machine that stood still is no rank that does
-        running = [pid for n, pid in enumerate(pids) if not (folder / f"rank{n}.{one.DONE}").exists() and _alive(pid)]
+        running = [
+            pid for n, pid in enumerate(pids) if not (folder / f"rank{n}.{worker.DONE}").exists() and _alive(pid)
+        ]
         if not running:
             return "through"
         size = sum(p.stat().st_size for p in folder.glob("*.jsonl"))
@@ -153,7 +155,7 @@ def _on_disk(pid: int) -> bool:
 
 def _status(pid: int, folder: Path, number: int, cut: bool) -> int | None:
     """A rank's exit status; None if it had to be ended."""
-    done = folder / f"rank{number}.{one.DONE}"
+    done = folder / f"rank{number}.{worker.DONE}"
     if done.exists():
         return int(done.read_text() or 0)
     if cut and _alive(pid):
@@ -164,7 +166,7 @@ def _status(pid: int, folder: Path, number: int, cut: bool) -> int | None:
 
 def _stacks(pids: list[int], folder: Path) -> dict[int, list[Site]]:
     """Where the ranks that hang are, by faulthandler, which needs no co-operation of what they hang in."""
-    hanging = [n for n, pid in enumerate(pids) if not (folder / f"rank{n}.{one.DONE}").exists() and _alive(pid)]
+    hanging = [n for n, pid in enumerate(pids) if not (folder / f"rank{n}.{worker.DONE}").exists() and _alive(pid)]
     for number in hanging:
         os.kill(pids[number], signal.SIGUSR2)
     dumps, before, deadline = [""], None, time.monotonic() + 5

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..patch import Function, Patches
+from ..trace import OURS, Recorder, foreign, generated
 from .devices import Devices, Instead, generator_on, is_cuda
-from .probes.patch import Function, Patches
-from .trace import OURS, Recorder, foreign, generated
 
 _FIRST = torch.device("cuda", 0)
 _PACKAGES = Path(torch.__file__).parents[1]
