@@ -1,4 +1,4 @@
-"""Find the silent bugs of any distributed training script: probes, judges, report.
+"""Find the silent bugs of any distributed training script.
 
 `lockstep audit -- train.py` on the command line; `watch()` in a script of your own; `assert_in_lockstep` in a test.
 """

@@ -12,9 +12,9 @@ from . import report
 from .catalog import Finding
 from .emulate import cuda_on_cpu
 from .judge import judge
-from .launcher import watch_ranks
+from .launcher import run_ranks
 from .trace import Trace, claim, where
-from .worker import Order
+from .worker import LaunchSpec
 
 
 @dataclass
@@ -78,11 +78,11 @@ def examine(script: list[str], options: Audit) -> Verdict:
     """Run the script and judge what its ranks did."""
     _check(script)
     claim(script[1] if script[0] == "-m" else None)
-    order = _order(script, options)
-    trace = watch_ranks(order, options.patience, options.limit)
-    if _scales_by_world(trace, script) and order.nproc > 1:
-        trace.alone = watch_ranks(replace(order, nproc=1, steps=1), options.patience, options.limit)
-    return Verdict(script, trace, judge(trace), _remarks(trace, order))
+    spec = _launch_spec(script, options)
+    trace = run_ranks(spec, options.patience, options.limit)
+    if _scales_by_world(trace, script) and spec.nproc > 1:
+        trace.alone = run_ranks(replace(spec, nproc=1, steps=1), options.patience, options.limit)
+    return Verdict(script, trace, judge(trace), _remarks(trace, spec))
 
 
 def _check(script: list[str]) -> None:
@@ -95,35 +95,35 @@ def _check(script: list[str]) -> None:
         raise ValueError(f"there is no script {script[0]!r} here ({Path.cwd()})")
 
 
-def _order(script: list[str], options: Audit) -> Order:
-    mapped = cuda_on_cpu.needed(options.device)
+def _launch_spec(script: list[str], options: Audit) -> LaunchSpec:
+    mapped = cuda_on_cpu.is_needed(options.device)
     gpus = 0 if mapped else torch.cuda.device_count()
     if options.device == "cuda" and gpus == 0:
         raise ValueError("--device cuda, but no GPU is visible; use --device cpu")
     shares = not mapped and gpus < options.nproc
-    return Order(script, options.nproc, options.steps, mapped, shares)
+    return LaunchSpec(script, options.nproc, options.steps, mapped, shares)
 
 
-def _remarks(trace: Trace, order: Order) -> list[str]:
+def _remarks(trace: Trace, spec: LaunchSpec) -> list[str]:
     remarks = []
     rank = trace.ranks[0]
     if trace.over:
         remarks.append("the time was over (--limit) before the script ended; what is said holds up to there")
-    if order.mapped and rank.of("device"):
+    if spec.cuda_on_cpu and rank.of("device"):
         remarks.append(
             "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"
         )
-    if order.mapped and rank.of("device") and any(r.failed for r in trace.ranks):
+    if spec.cuda_on_cpu and rank.of("device") and any(r.failed for r in trace.ranks):
         remarks.append("the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda")
-    if order.shares_gpu and rank.of("device"):
+    if spec.shared_gpu and rank.of("device"):
         remarks.append(
-            f"{order.nproc} ranks share one GPU, whichever of {order.nproc} they ask for (NCCL over sockets): timings "
+            f"{spec.nproc} ranks share one GPU, whichever of {spec.nproc} they ask for (NCCL over sockets): timings "
             "mean nothing"
         )
     said = " ".join(r.printed + (r.first("end") or {}).get("why", "") for r in trace.ranks if r.failed)
-    if order.shares_gpu and "out of memory" in said:
+    if spec.shared_gpu and "out of memory" in said:
         remarks.append("the memory of one GPU did not hold all ranks: try a smaller batch, or --device cpu")
-    if order.shares_gpu and any(words in said for words in _NOT_THERE):
+    if spec.shared_gpu and any(words in said for words in _NOT_THERE):
         remarks.append(
             "the script reached for a second GPU in a way that is not mapped onto the first: try --device cpu"
         )

@@ -1,4 +1,4 @@
-"""Start the ranks of an audit, watch whether they get on, end them."""
+"""Start the ranks of an audit, detect a hang, end them."""
 
 import importlib
 import os
@@ -13,174 +13,181 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
-from . import worker
 from .trace import Site, Trace, foreign, read
-from .worker import Order
+from .worker import ALL_DONE, DONE, LaunchSpec, run_worker
 
-_POLL = 0.05
+_POLL_SECONDS = 0.05
 _BUSY = 0.02
-"""Share of a core above which, on the average, ranks count as getting on."""
+"""CPU usage of a rank, as a share of one core, above which it makes progress."""
 
 
-def watch_ranks(order: Order, patience: float, limit: float) -> Trace:
-    """Run `order` to its end. Ranks that do nothing for `patience` seconds hang."""
+@dataclass(frozen=True)
+class _Process:
+    """The process of one rank."""
+
+    rank: int
+    pid: int
+    folder: Path
+
+    def text(self, suffix: str) -> str:
+        """Return the content of one of its files, empty if there is none."""
+        path = self.folder / f"rank{self.rank}.{suffix}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
+    def has_finished(self) -> bool:
+        return (self.folder / f"rank{self.rank}.{DONE}").exists()
+
+    @property
+    def is_running(self) -> bool:
+        return not self.has_finished and self.is_alive
+
+    @property
+    def cpu_seconds(self) -> float:
+        try:
+            process = psutil.Process(self.pid)
+            return sum(sum(p.cpu_times()[:2]) for p in (process, *process.children(recursive=True)))
+        except psutil.NoSuchProcess:
+            return 0.0
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether a thread waits for a disk, which is no hang however long it takes."""
+        with suppress(OSError):  # the process has exited, or this is not Linux
+            stats = [task.read_text() for task in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+            return any(stat.rpartition(")")[2].split()[0] == "D" for stat in stats)
+        return False
+
+    def exit_status(self) -> int | None:
+        """Return the exit status; None for a process that is still running."""
+        if self.has_finished:
+            return int(self.text(DONE) or 0)
+        if self.is_alive:
+            return None
+        _, code = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(code)
+
+    def kill(self) -> None:
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def run_ranks(spec: LaunchSpec, patience: float, limit: float) -> Trace:
+    """Run the script on all ranks and return their records. Ranks without progress for `patience` seconds hang."""
     importlib.import_module("torch._dynamo")  # the first optimizer imports it, for seconds: once here, not in each rank
     folder = Path(tempfile.mkdtemp(prefix="lockstep-audit-"))
     try:
-        with _started(order, folder) as pids:
-            end = _wait(pids, folder, patience if order.mapped else 4 * patience, limit, order.mapped)
-            hung = end == "hung"
-            printed = [_text(folder / f"rank{n}.out") for n in range(order.nproc)]  # the signal for stacks adds to it
-            stacks = _stacks(pids, folder) if hung else {}
-            statuses = [_status(pid, folder, number, end != "through") for number, pid in enumerate(pids)]
-            # One that is killed makes others fail: they must not write that down.
-            for pid in pids if end != "through" else []:
+        with _started(spec, folder) as processes:
+            end = _wait(processes, patience if spec.cuda_on_cpu else 4 * patience, limit, spec.cuda_on_cpu)
+            printed = [process.text("out") for process in processes]  # before the signal for stacks adds to it
+            stacks = _stacks([p for p in processes if p.is_running]) if end == "hung" else {}
+            statuses = [process.exit_status() for process in processes]
+            # When one rank is killed, others fail: that must not be recorded.
+            for process in processes if end != "finished" else []:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGSTOP)
-            ranks = read(folder, order.nproc, statuses)
-            (folder / worker.GO).touch()
-        for number, stack in stacks.items():
-            ranks[number].stack = stack
+                    os.kill(process.pid, signal.SIGSTOP)
+            ranks = read(folder, spec.nproc, statuses)
+            (folder / ALL_DONE).touch()
         for rank in ranks:
-            rank.printed = printed[rank.number]
-        return Trace(ranks, hung, over=end == "over")
+            rank.printed, rank.stack = printed[rank.number], stacks.get(rank.number, [])
+        return Trace(ranks, end == "hung", over=end == "timed out")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_port() -> int:
-    """A port that is free, and not of those that the system gives to whoever asks for any: nobody else will take it
-    before it is used."""
+    """Return a free port outside the ephemeral range, so that no other process is given it before it is used."""
     limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first, last = map(int, limits.read_text().split()) if limits.exists() else (32768, 60999)
     others = max(range(10_000, first), range(last + 1, 65_536), key=len)
-    for port in (*random.SystemRandom().sample(others, min(20, len(others))), 0):  # 0: any, if all else fails
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
+    for port in (*random.SystemRandom().sample(others, min(20, len(others))), 0):  # 0: any, if all others are taken
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))
+            return int(listener.getsockname()[1])
     raise OSError("no port is free")
 
 
 @contextmanager
-def _started(order: Order, folder: Path) -> Iterator[list[int]]:
-    port, pids = free_port(), list[int]()
+def _started(spec: LaunchSpec, folder: Path) -> Iterator[list[_Process]]:
+    """Fork one process for each rank, and kill them all at the end."""
+    port, processes = free_port(), list[_Process]()
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        for number in range(order.nproc):
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # between fork and append it would leave a stray
+        for rank in range(spec.nproc):
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a Ctrl-C here would lose track of the process
             pid = os.fork()
             if pid == 0:
                 try:
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-                    worker.live(order, number, port, folder)
-                except BaseException:  # a fault of the audit itself: it must be seen, and end here
+                    run_worker(spec, rank, port, folder)
+                except BaseException:  # an error of the audit itself
                     traceback.print_exc()
                 finally:
                     os._exit(70)
-            pids.append(pid)
+            processes.append(_Process(rank, pid, folder))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        yield pids
+        yield processes
     finally:
-        for pid in pids:
-            _kill(pid)
-
-
-def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):
-        try:
-            kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
-    with suppress(ChildProcessError):
-        os.waitpid(pid, 0)
+        for process in processes:
+            process.kill()
 
 
 def _wait(
-    pids: list[int], folder: Path, patience: float, limit: float, by_cpu: bool
-) -> Literal["through", "hung", "over"]:
-    """Until all ranks are through, or nothing moves any more, or the time is over."""
-    begun = now = asked = time.monotonic()
-    idle, seen, used = 0.0, -1, 0.0
+    processes: list[_Process], patience: float, limit: float, by_cpu: bool
+) -> Literal["finished", "hung", "timed out"]:
+    """Wait until all ranks have finished, none makes progress, or `limit` seconds have passed."""
+    started = now = measured = time.monotonic()
+    idle, recorded, cpu = 0.0, -1, 0.0
     while True:
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)
         last, now = now, time.monotonic()
-        idle += min(now - last, 1)  # a machine that stood still is no rank that does
-        running = [
-            pid for n, pid in enumerate(pids) if not (folder / f"rank{n}.{worker.DONE}").exists() and _alive(pid)
-        ]
+        idle += min(now - last, 1)  # time in which the whole machine was suspended does not count
+        running = [process for process in processes if process.is_running]
         if not running:
-            return "through"
-        size = sum(p.stat().st_size for p in folder.glob("*.jsonl"))
-        if size != seen:
-            seen, idle = size, 0.0
-        if now - asked > 1 and by_cpu:
-            cpu = sum(_cpu(pid) for pid in running)
-            if cpu - used > _BUSY * len(running) * (now - asked) or any(_on_disk(pid) for pid in running):
-                idle = 0.0
-            used, asked = cpu, now
+            return "finished"
+        size = sum(p.stat().st_size for p in processes[0].folder.glob("*.jsonl"))
+        if size != recorded:
+            recorded, idle = size, 0.0
+        if now - measured > 1 and by_cpu:
+            last_cpu, cpu = cpu, sum(process.cpu_seconds for process in running)
+            is_busy = cpu - last_cpu > _BUSY * len(running) * (now - measured)
+            idle = 0.0 if is_busy or any(process.waits_for_disk for process in running) else idle
+            measured = now
         if idle > patience:
             return "hung"
-        if now - begun > limit:
-            return "over"
+        if now - started > limit:
+            return "timed out"
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _cpu(pid: int) -> float:
-    try:
-        process = psutil.Process(pid)
-        return sum(sum(p.cpu_times()[:2]) for p in (process, *process.children(recursive=True)))
-    except psutil.NoSuchProcess:
-        return 0.0
-
-
-def _on_disk(pid: int) -> bool:
-    """Whether a thread of a process waits for a disk, which is no hang however long it takes."""
-    with suppress(OSError):  # it has ended, or this is no Linux
-        stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
-        return any(stat.rpartition(")")[2].split()[0] == "D" for stat in stats)
-    return False
-
-
-def _status(pid: int, folder: Path, number: int, cut: bool) -> int | None:
-    """A rank's exit status; None if it had to be ended."""
-    done = folder / f"rank{number}.{worker.DONE}"
-    if done.exists():
-        return int(done.read_text() or 0)
-    if cut and _alive(pid):
-        return None
-    _, code = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(code)
-
-
-def _stacks(pids: list[int], folder: Path) -> dict[int, list[Site]]:
-    """Where the ranks that hang are, by faulthandler, which needs no co-operation of what they hang in."""
-    hanging = [n for n, pid in enumerate(pids) if not (folder / f"rank{n}.{worker.DONE}").exists() and _alive(pid)]
-    for number in hanging:
-        os.kill(pids[number], signal.SIGUSR2)
+def _stacks(hung: list[_Process]) -> dict[int, list[Site]]:
+    """Return the user's lines in the stack of each rank that hangs, by faulthandler, which works inside any call."""
+    for process in hung:
+        os.kill(process.pid, signal.SIGUSR2)
     dumps, before, deadline = [""], None, time.monotonic() + 5
     while (dumps != before or not all(dumps)) and time.monotonic() < deadline:
         time.sleep(0.3)
-        before, dumps = dumps, [_text(folder / f"rank{number}.stack") for number in hanging]
-    return {number: _user_lines(dump) for number, dump in zip(hanging, dumps, strict=True)}
+        before, dumps = dumps, [process.text("stack") for process in hung]
+    return {process.rank: _user_lines(dump) for process, dump in zip(hung, dumps, strict=True)}
 
 
 def _user_lines(dump: str) -> list[Site]:
     main = next((block for block in re.split(r"\n(?=\S*[Tt]hread )", dump) if "runpy" in block), dump)
     lines = [Site(file, int(line)) for file, line in re.findall(r'File "(.+?)", line (\d+)', main)]
-    return [s for s in lines if not foreign(s.file)]
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    return [line for line in lines if not foreign(line.file)]

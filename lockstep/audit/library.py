@@ -22,31 +22,31 @@ from .catalog import Finding
 from .judge import judge
 from .trace import Rank, Recorder, Trace, lines
 
-_WAIT = timedelta(seconds=120)
-_watches = 0
+_TIMEOUT = timedelta(seconds=120)
+_calls = 0
 
 
 @dataclass
 class Watched:
-    """What `watch` found, there once it is over."""
+    """The result of `watch`, filled in when its `with` ends."""
 
     findings: list[Finding] = field(default_factory=list)
-    """On every rank the same."""
+    """The same on every rank."""
     blind: list[str] = field(default_factory=list)
-    """Probes that failed, and why: what they look at was not seen."""
+    """Probes that failed, with the error: what they check was not checked."""
 
 
 @contextmanager
 def watch(raises: bool = True) -> Iterator[Watched]:
-    """Watch this rank in the body of a `with`; at its end all ranks hear what was wrong.
+    """Audit this rank in the body of a `with`; at its end every rank has the findings of all.
 
-    Errors raise `OutOfLockstep` on every rank, unless `raises` is off; all that was found is in what `with` gives.
-    What ranks compare goes through the key-value store of the process group, never through its collectives.
+    Errors raise `OutOfLockstep` on every rank, unless `raises` is off; the yielded object holds all findings.
+    Ranks exchange their records through the key-value store of the process group, never through its collectives.
     """
-    global _watches
-    _watches += 1
+    global _calls
+    _calls += 1
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if dist.is_initialized():  # ranks that torch.multiprocessing started have nothing in their environment
+    if dist.is_initialized():  # torch.multiprocessing sets no environment variables
         rank, world = dist.get_rank(), dist.get_world_size()
     watched = Watched()
     with tempfile.TemporaryDirectory(prefix="lockstep-watch-", ignore_cleanup_errors=True) as folder:  # workers write
@@ -60,25 +60,27 @@ def watch(raises: bool = True) -> Iterator[Watched]:
         except BaseException as error:
             recorder.write("end", None, how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
             patches.undo()
-            _send(_files(recorder), rank, _shared(patches.store))  # the others must not wait for it
+            _send(_files(recorder), rank, _prefixed(patches.store))  # the other ranks must not wait for this one
             raise
         patches.undo()
-        trace = Trace(_gather(_files(recorder), rank, world, _shared(patches.store)))
+        trace = Trace(_gather(_files(recorder), rank, world, _prefixed(patches.store)))
         watched.findings, watched.blind = judge(trace), trace.blind
     errors = [f"{f.kind.name} at {f.at}: {f.what}" for f in watched.findings if f.severity == "error"]
     if errors and raises:
         raise OutOfLockstep("; ".join(errors))
     for failure in watched.blind:
-        warnings.warn(f"a probe failed, and what it looks at was not seen ({failure})", stacklevel=3)
+        warnings.warn(f"a probe failed, so what it checks was not checked ({failure})", stacklevel=3)
 
 
 def _files(recorder: Recorder) -> dict[str, str]:
+    """Return the content of the files that this rank and its loader workers wrote, by name."""
     recorder.file.close()
     return {p.name: p.read_text() for p in recorder.folder.glob("*.jsonl")}
 
 
-def _shared(store: dist.Store | None) -> dist.Store | None:
-    return dist.PrefixStore(f"lockstep-watch/{_watches}", store) if store is not None else None
+def _prefixed(store: dist.Store | None) -> dist.Store | None:
+    """Return the store with keys of this call's own."""
+    return dist.PrefixStore(f"lockstep-watch/{_calls}", store) if store is not None else None
 
 
 def _send(files: dict[str, str], rank: int, store: dist.Store | None) -> None:
@@ -87,18 +89,18 @@ def _send(files: dict[str, str], rank: int, store: dist.Store | None) -> None:
 
 
 def _gather(files: dict[str, str], rank: int, world: int, store: dist.Store | None) -> list[Rank]:
-    """All ranks' records, on every rank: each judges for itself, and comes to the same result."""
-    everyone = {rank: files}
+    """Return the records of all ranks, on every rank: each judges them, with the same result."""
+    files_of = {rank: files}
     if world > 1 and store is not None:
         _send(files, rank, store)
         for other in range(world):
-            store.wait([str(other)], _WAIT)
-            everyone[other] = json.loads(zlib.decompress(store.get(str(other))))
+            store.wait([str(other)], _TIMEOUT)
+            files_of[other] = json.loads(zlib.decompress(store.get(str(other))))
         store.set(f"{rank} has read", "")
-        if rank == 0:  # the store may be this process's own, and end with it
-            store.wait([f"{other} has read" for other in range(world)], _WAIT)
+        if rank == 0:  # this process may host the store, which ends with it
+            store.wait([f"{other} has read" for other in range(world)], _TIMEOUT)
     ranks = []
-    for number, texts in sorted(everyone.items()):
+    for number, texts in sorted(files_of.items()):
         workers = [lines(text) for name, text in texts.items() if ".worker" in name]
         ranks.append(Rank(number, lines(texts.get(f"rank{number}.jsonl", "")), workers, 0))
     return ranks
@@ -107,24 +109,27 @@ def _gather(files: dict[str, str], rank: int, world: int, store: dist.Store | No
 def assert_in_lockstep(
     train: Callable[[], object], nproc: int = 2, steps: int = 0, allow: tuple[str, ...] = (), patience: float = 30
 ) -> None:
-    """For tests: run `train` on `nproc` ranks under the audit; AssertionError for errors and warnings not in `allow`.
+    """For tests: audit `train` on `nproc` ranks; AssertionError for errors and warnings not in `allow`.
 
-    So also for probes that failed, so that something was not seen, unless "blind" is in `allow`.
-    `train` is a function at the top of a file, without arguments; each rank calls it in a fresh process.
+    A probe that failed is an error too, unless "blind" is in `allow`.
+    `train` is a module-level function without arguments; each rank calls it in a new process.
     """
     file = inspect.getsourcefile(train)
     if file is None or not train.__qualname__.isidentifier():
-        raise ValueError(f"{train.__qualname__} is not at the top of a file, so that other processes cannot call it")
+        raise ValueError(
+            f"{train.__qualname__} is not a module-level function of a file, so other processes cannot call it; "
+            "define it at the top level of a file"
+        )
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "audit.json"
-        flags = ["--nproc", str(nproc), "--steps", str(steps), "--patience", str(patience), "--json", str(found)]
+        result = Path(folder) / "audit.json"
+        flags = ["--nproc", str(nproc), "--steps", str(steps), "--patience", str(patience), "--json", str(result)]
         script = ["-m", "lockstep.audit.call", str(Path(file).resolve()), train.__qualname__]
         command = [sys.executable, "-m", "lockstep", "audit", *flags, "--", *script]
-        here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, env=here, capture_output=True, text=True, check=False)
-        if not found.exists():
-            raise RuntimeError(f"the audit could not be run: {done.stderr or done.stdout}")
-        verdict = json.loads(found.read_text())
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        audit = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not result.exists():
+            raise RuntimeError(f"the audit did not run: {audit.stderr or audit.stdout}")
+        verdict = json.loads(result.read_text())
     wrong = [f for f in verdict["findings"] if f["severity"] != "note" and f["name"] not in allow]
     blind = verdict["blind"] if "blind" not in allow else []
-    assert not wrong and not blind, "\n" + done.stdout
+    assert not wrong and not blind, "\n" + audit.stdout

@@ -20,40 +20,41 @@ import torch
 
 from . import probes
 from .emulate import cuda_on_cpu, frameworks, shared_gpu, spawn
+from .patch import Patches
 from .source import declared_flag
 from .trace import SHARING, Recorder, Site, foreign
 
 _exit = os._exit
-_DEATH_OF_PARENT = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
-DONE, GO = "done", "go"
-"""Suffix of the file that says a rank is through, and the file that lets it end."""
+_PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent exits."""
+DONE, ALL_DONE = "done", "all_done"
+"""Suffix of the file with the exit status of a rank that has finished; the file that lets the finished ranks exit."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to start, and how."""
+class LaunchSpec:
+    """The script to run, and the machine to run it on."""
 
-    words: list[str]
+    argv: list[str]
     """The script and its flags, or -m and a module."""
     nproc: int = 2
     steps: int = 20
-    """Optimizer steps after which a rank is through; 0: when the script ends."""
-    mapped: bool = True
-    """CUDA onto the CPU."""
-    shares_gpu: bool = False
-    """All ranks on one real GPU."""
+    """Optimizer steps after which a rank has finished; 0: when the script ends."""
+    cuda_on_cpu: bool = True
+    """The CPU in place of GPUs."""
+    shared_gpu: bool = False
+    """All ranks on one GPU."""
 
 
-def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
-    """Be rank `rank` of the audited script; called in a process that was forked for it."""
+def run_worker(spec: LaunchSpec, rank: int, port: int, folder: Path) -> NoReturn:
+    """Run the script as rank `rank` and exit; called in a process that was forked for it."""
     os.setsid()
-    with suppress(AttributeError):  # Linux's: killed, the audit leaves no ranks behind
-        ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
-    atexit._clear()  # what the parent wants done at its end
-    np.random.seed()  # as a process of its own would begin; Python's generator does so by itself
+    with suppress(AttributeError):  # Linux only: a killed audit leaves no ranks behind
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    atexit._clear()  # the parent's handlers
+    np.random.seed()  # random, as in a new process; Python's own generator does so by itself
     torch.default_generator.seed()
-    _environment(order, rank, port)
+    _set_environment(spec, rank, port)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -64,48 +65,44 @@ def live(order: Order, rank: int, port: int, folder: Path) -> NoReturn:
     stack = (folder / f"rank{rank}.stack").open("w")
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
     recorder = Recorder(folder, rank)
-    status = _run(order, recorder, folder)
-    _through(recorder, folder, status)
+    _install(spec, recorder)
+    recorder.write("start", None, argv=spec.argv, environment=_recorded_environment())
+    _finish(recorder, _run_script(spec.argv, recorder))
 
 
-def _environment(order: Order, rank: int, port: int) -> None:
+def _set_environment(spec: LaunchSpec, rank: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(order.nproc),
-        LOCAL_WORLD_SIZE=str(order.nproc),
+        WORLD_SIZE=str(spec.nproc),
+        LOCAL_WORLD_SIZE=str(spec.nproc),
         GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="lockstep-audit",
         TORCHELASTIC_RESTART_COUNT="0",
     )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.nproc)))
-    if order.shares_gpu:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.nproc)))
+    if spec.shared_gpu:
         os.environ["NCCL_HOSTID"] = f"{SHARING}{rank}"
 
 
-def _run(order: Order, recorder: Recorder, folder: Path) -> int:
-    patches = probes.Patches()
-    if order.mapped:
-        cuda_on_cpu.install(recorder, patches, order.nproc)
-        frameworks.install(recorder, patches, order.nproc)
-    if order.shares_gpu:
-        shared_gpu.install(recorder, patches, order.nproc)
-    spawn.start_ranks_here(patches, recorder)
-    probes.install(recorder, order.steps, lambda: _enough(recorder, folder))
-    patches.wrap(os, "_exit", lambda original: lambda status: _leave(recorder, folder, status))
-    words = order.words
-    recorder.write("start", None, argv=words, environment=_settings())
+def _install(spec: LaunchSpec, recorder: Recorder) -> None:
+    patches = Patches()
+    if spec.cuda_on_cpu:
+        cuda_on_cpu.install(recorder, patches, spec.nproc)
+        frameworks.install(recorder, patches, spec.nproc)
+    if spec.shared_gpu:
+        shared_gpu.install(recorder, patches, spec.nproc)
+    spawn.install(recorder, patches)
+    probes.install(recorder, spec.steps, lambda: _stop_at_limit(recorder))
+    patches.wrap(os, "_exit", lambda original: lambda status: _exit_early(recorder, status))
+
+
+def _run_script(argv: list[str], recorder: Recorder) -> int:
+    """Return the exit status of the script."""
     try:
-        if words[0] == "-m":
-            sys.path.insert(0, str(Path.cwd()))
-            sys.argv = [words[1], *_old_flag(words), *words[2:]]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = [words[0], *_old_flag(words), *words[1:]]
-            sys.path.insert(0, str(Path(words[0]).resolve().parent))
-            runpy.run_path(words[0], run_name="__main__")
+        _run_as_main(argv)
         recorder.write("end", None, how="done", status=0)
         return 0
     except SystemExit as end:
@@ -113,66 +110,75 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
             recorder.write("end", None, how="exit", status=end.code or 0)
             return end.code or 0
         os.write(2, f"{end.code}\n".encode())  # as Python does it
-        recorder.write("end", _last_line(end), how="exit", status=1, why=str(end.code)[:2000] or "SystemExit")
+        recorder.write("end", _user_line(end), how="exit", status=1, why=str(end.code)[:2000] or "SystemExit")
         return 1
     except BaseException as error:
         sys.stdout.flush()
         os.write(2, traceback.format_exc().encode())  # the script may have silenced print on all ranks but one
-        recorder.write("end", _last_line(error), how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
+        recorder.write("end", _user_line(error), how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
         return 1
 
 
-def _old_flag(words: list[str]) -> list[str]:
-    """--local_rank, as launchers once passed it and torch.distributed.launch does, for a script that declares it."""
+def _run_as_main(argv: list[str]) -> None:
+    is_module = argv[0] == "-m"
+    name, flags = (argv[1], argv[2:]) if is_module else (argv[0], argv[1:])
+    sys.path.insert(0, str(Path.cwd() if is_module else Path(name).resolve().parent))
+    sys.argv = [name, *_local_rank_flag(argv), *flags]
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(name, run_name="__main__")
+
+
+def _local_rank_flag(argv: list[str]) -> list[str]:
+    """Return --local_rank as torch.distributed.launch passes it, for a script that declares it."""
     flags = ("--local_rank", "--local-rank")
-    declared = declared_flag(_file(words), flags)
-    given = any(word.startswith(flags) for word in words)
+    declared = declared_flag(_script_file(argv), flags)
+    given = any(word.startswith(flags) for word in argv)
     return [f"{declared}={os.environ['LOCAL_RANK']}"] if declared and not given else []
 
 
-def _file(words: list[str]) -> str:
-    """Where the script is."""
-    if words[0] != "-m":
-        return words[0]
-    with suppress(ImportError, ValueError):  # that there is no such module will be said by whoever runs it
-        spec = importlib.util.find_spec(words[1])
+def _script_file(argv: list[str]) -> str:
+    if argv[0] != "-m":
+        return argv[0]
+    with suppress(ImportError, ValueError):  # runpy reports a module that does not exist
+        spec = importlib.util.find_spec(argv[1])
         if spec and spec.submodule_search_locations:
-            spec = importlib.util.find_spec(f"{words[1]}.__main__")
+            spec = importlib.util.find_spec(f"{argv[1]}.__main__")
         return spec.origin or "" if spec else ""
     return ""
 
 
-def _settings() -> dict[str, str]:
-    return {
-        k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_", "TORCH_", "CUDA_", "WANDB_", "DDP_"))
-    }
+def _recorded_environment() -> dict[str, str]:
+    prefixes = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "WANDB_", "DDP_")
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
 
 
-def _last_line(error: BaseException) -> Site | None:
-    """The user's innermost line on the way to an error."""
+def _user_line(error: BaseException) -> Site | None:
+    """Return the innermost line of the user's code in a traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not foreign(f.filename)]
     return Site(frames[-1].filename, frames[-1].lineno or 0) if frames else None
 
 
-def _leave(recorder: Recorder, folder: Path, status: int) -> NoReturn:
-    """For `os._exit` of the script, but not of a process that it forked."""
+def _exit_early(recorder: Recorder, status: int) -> NoReturn:
+    """Replace `os._exit` of the script; processes that it forked exit as usual."""
     if recorder.in_worker:
         _exit(status)
     recorder.write("end", None, how="exit", status=status)
-    _through(recorder, folder, status)
+    _finish(recorder, status)
 
 
-def _enough(recorder: Recorder, folder: Path) -> NoReturn:
+def _stop_at_limit(recorder: Recorder) -> NoReturn:
     recorder.write("enough")
-    _through(recorder, folder, 0)
+    _finish(recorder, 0)
 
 
-def _through(recorder: Recorder, folder: Path, status: int) -> NoReturn:
-    """Stay until all are through: a rank that ends takes the connections of the others with it."""
+def _finish(recorder: Recorder, status: int) -> NoReturn:
+    """Report that this rank has finished, and exit when all have: an exit closes the connections of the others."""
     sys.stdout.flush()
     sys.stderr.flush()
     recorder.file.flush()
-    (folder / f"rank{recorder.rank}.{DONE}").write_text(str(status))
-    while not (folder / GO).exists():
+    (recorder.folder / f"rank{recorder.rank}.{DONE}").write_text(str(status))
+    while not (recorder.folder / ALL_DONE).exists():
         time.sleep(0.02)
     _exit(status)

@@ -13,6 +13,7 @@ import pytest
 
 from audit.test_command import audit, names
 from lockstep.audit import launcher
+from lockstep.audit.launcher import _Process as Process
 
 
 class Clock:
@@ -32,25 +33,25 @@ def test_a_machine_that_stood_still_is_no_rank_that_does(monkeypatch: pytest.Mon
         clock.now += 10_000
 
     clock = Clock(monkeypatch, {3: stands_still, 6: (tmp_path / "rank0.done").touch})
-    assert launcher._wait([os.getpid()], tmp_path, patience=5, limit=1e9, by_cpu=False) == "through"
+    assert launcher._wait([Process(0, os.getpid(), tmp_path)], patience=5, limit=1e9, by_cpu=False) == "finished"
 
 
 def test_ranks_that_do_nothing_hang_after_as_long_as_the_audit_waits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = Clock(monkeypatch, {20: lambda: (tmp_path / "rank0.jsonl").write_text("{}")})
-    assert launcher._wait([os.getpid()], tmp_path, patience=5, limit=1e9, by_cpu=False) == "hung"
+    assert launcher._wait([Process(0, os.getpid(), tmp_path)], patience=5, limit=1e9, by_cpu=False) == "hung"
     assert clock.now == pytest.approx(6, abs=0.2)  # from the last sign of life, which was after one second
 
 
-@pytest.mark.parametrize(("waits_for_disk", "end"), [(False, "hung"), (True, "over")])
+@pytest.mark.parametrize(("waits_for_disk", "end"), [(False, "hung"), (True, "timed out")])
 def test_a_rank_that_waits_for_a_disk_does_not_hang(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, waits_for_disk: bool, end: str
 ) -> None:
     Clock(monkeypatch, {})
-    monkeypatch.setattr(launcher, "_cpu", lambda pid: 0.0)
-    monkeypatch.setattr(launcher, "_on_disk", lambda pid: waits_for_disk)
-    assert launcher._wait([os.getpid()], tmp_path, patience=5, limit=60, by_cpu=True) == end
+    monkeypatch.setattr(Process, "cpu_seconds", 0.0)
+    monkeypatch.setattr(Process, "waits_for_disk", waits_for_disk)
+    assert launcher._wait([Process(0, os.getpid(), tmp_path)], patience=5, limit=60, by_cpu=True) == end
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="not Linux")
@@ -69,7 +70,8 @@ def test_a_process_in_an_uninterruptible_wait_is_known() -> None:
             time.sleep(0.05)
         if process.status() != psutil.STATUS_DISK_SLEEP:
             pytest.skip("this kernel shows no such wait")
-        assert launcher._on_disk(pid) and not launcher._on_disk(process.children()[0].pid)
+        child = process.children()[0].pid
+        assert Process(0, pid, Path()).waits_for_disk and not Process(0, child, Path()).waits_for_disk
     finally:
         for process in (*psutil.Process(pid).children(), psutil.Process(pid)):
             process.send_signal(signal.SIGKILL)

@@ -19,7 +19,7 @@ from lockstep.audit import assert_in_lockstep, probes, watch
 from lockstep.audit.command import _remarks
 from lockstep.audit.judge import judge
 from lockstep.audit.trace import Recorder, Trace, read
-from lockstep.audit.worker import Order
+from lockstep.audit.worker import LaunchSpec
 from lockstep.distributed import World
 from lockstep.watch import OutOfLockstep
 
@@ -98,7 +98,7 @@ def test_a_probe_that_fails_does_not_end_what_it_watches(
     (step,) = trace.ranks[0].steps
     assert step["backwards"] == 1 and len(trace.ranks[0].of("batch")) == 1
     assert trace.blind == [f"{LOOKS[look]}: ZeroDivisionError: division by zero"]
-    assert any(trace.blind[0] in remark for remark in _remarks(trace, Order(["train.py"], 1)))
+    assert any(trace.blind[0] in remark for remark in _remarks(trace, LaunchSpec(["train.py"], 1)))
     assert "no-steps" not in {f.kind.name for f in judge(trace)}
 
 
@@ -242,5 +242,5 @@ def test_one_line_in_a_test_proves_a_training_function() -> None:
 
 
 def test_a_function_that_other_processes_cannot_call_is_refused() -> None:
-    with pytest.raises(ValueError, match="not at the top of a file"):
+    with pytest.raises(ValueError, match="define it at the top level of a file"):
         assert_in_lockstep(lambda: None)

@@ -1,7 +1,7 @@
-"""A script that asks for GPUs, on a machine without: CUDA becomes the CPU, NCCL becomes gloo.
+"""CUDA on a machine without a GPU: CUDA becomes the CPU, NCCL becomes gloo.
 
-What the script asks for is still written down (which device each rank wanted, which precision), so that what is wrong
-with it is found here as it would be there. What cannot be had is said in the report.
+What the script requests is still recorded (the device of each rank, the precision), so that the judges find the same
+bugs as on GPUs. The report says what could not be emulated.
 """
 
 import inspect
@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,123 +17,131 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel import share_batch_norm
 from ..patch import Function, Patches
 from ..trace import Recorder, foreign
-from .devices import Devices, Instead, generator_on
+from .devices import DEVICE_FUNCTIONS, DeviceRedirect, VirtualGpus, redirect_ddp, redirect_load
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _LOCKSTEP = str(Path(__file__).parents[2]) + os.sep
+_MEMORY = 1 << 34
+_CONSTANTS: tuple[tuple[Any, Any, tuple[str, ...]], ...] = (
+    (torch.cuda, None, ("init", "synchronize", "set_stream", "empty_cache", "ipc_collect", "seed", "seed_all")),
+    (torch.cuda, None, ("set_rng_state", "set_rng_state_all", "set_sync_debug_mode")),
+    (torch.cuda, None, ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")),
+    (torch.cuda, None, ("reset_accumulated_memory_stats", "set_per_process_memory_fraction")),
+    (torch.cuda, 0, ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")),
+    (torch.cuda, 0, ("initial_seed", "utilization", "get_sync_debug_mode")),
+    (torch.cuda, True, ("is_bf16_supported",)),
+    (torch.cuda, (8, 0), ("get_device_capability",)),
+    (torch.cuda, "CPU in the place of a GPU", ("get_device_name",)),
+    (
+        torch.cuda,
+        SimpleNamespace(name="CPU", total_memory=_MEMORY, major=8, minor=0, multi_processor_count=1, uuid="CPU"),
+        ("get_device_properties",),
+    ),
+    (torch.cuda, (_MEMORY, _MEMORY), ("mem_get_info",)),
+    (torch.cuda, Counter(), ("memory_stats",)),
+    (torch.cuda, "", ("memory_summary",)),
+    (torch.cuda.memory, None, ("_record_memory_history", "_dump_snapshot")),
+    (torch.cuda.profiler, None, ("start", "stop")),
+    (torch.cuda.nvtx, 0, ("range_push", "range_pop", "mark", "range_start", "range_end")),
+    (torch.accelerator, None, ("synchronize",)),
+    (dist, True, ("is_nccl_available",)),
+)
+"""Functions that always return the same value here."""
 
 
-def install(recorder: Recorder, patches: Patches, gpus: int) -> None:
-    """Let this process believe that it has `gpus` GPUs."""
-    chosen = Devices(recorder, _CPU, gpus)
-    for name, answer in _ANSWERS.items():
-        if hasattr(torch.cuda, name):  # some come and go with versions of torch
-            patches.wrap(torch.cuda, name, partial(_always, answer))
-    patches.replace(torch.cuda, "cudart", _Queue)
-    for name in ("start", "stop"):
-        patches.wrap(torch.cuda.profiler, name, partial(_always, None))
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        patches.wrap(torch.cuda.memory, name, partial(_always, None))
+def is_needed(device: str) -> bool:
+    """Whether `--device` or the lack of a GPU puts CUDA on the CPU."""
+    return device == "cpu" or (device == "auto" and not _has_gpu())
+
+
+def _has_gpu() -> bool:
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not start CUDA: ranks are forked
+    return torch.cuda.device_count() > 0
+
+
+def install(recorder: Recorder, patches: Patches, count: int) -> None:
+    """Make this process see `count` GPUs."""
+    gpus = VirtualGpus(recorder, _CPU, count)
+    for owner, value, names in _CONSTANTS:
+        for name in names:
+            if hasattr(owner, name):  # some come and go with versions of torch
+                patches.wrap(owner, name, _returns(value))
+    _patch_devices(patches, gpus)
+    _patch_streams_and_types(patches)
+    patches.wrap(torch, "compile", _compile)
+    patches.wrap(torch.autocast, "__init__", _autocast)
+    patches.wrap(torch.amp.GradScaler, "__init__", _grad_scaler)
+    _patch_distributed(patches, gpus)
+    _CpuRedirect(gpus).install(patches)
+
+
+def _patch_devices(patches: Patches, gpus: VirtualGpus) -> None:
+    for owner, count, set_device, current_device, context in DEVICE_FUNCTIONS:
+        patches.wrap(owner, "is_available", lambda _: lambda: _called_by_user())
+        patches.wrap(owner, count, lambda _: lambda: gpus.count if _called_by_user() else 0)
+        patches.wrap(owner, set_device, lambda _: lambda device: gpus.set_current(device))
+        patches.wrap(owner, current_device, lambda _: lambda: gpus.current)
+        patches.replace(owner, context, gpus.context_manager(lambda: True))
+    patches.wrap(torch.accelerator, "current_accelerator", _current_accelerator)
+
+
+def _patch_streams_and_types(patches: Patches) -> None:
+    for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "cudart"):
+        patches.replace(torch.cuda, name, _CpuStream)
     for name in (n for n in vars(torch.cuda) if n.endswith("Tensor") and hasattr(torch, n)):
         patches.replace(torch.cuda, name, getattr(torch, name))
-    patches.wrap(torch, "set_default_tensor_type", lambda original: lambda t: original(_plain(t)))
-    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        patches.wrap(torch.cuda.nvtx, name, partial(_always, 0))
+    patches.wrap(torch, "set_default_tensor_type", lambda original: lambda t: original(_cpu_type(t)))
     for name in ("get_rng_state", "get_rng_state_all"):
         patches.wrap(torch.cuda, name, lambda _: lambda *args, **kwargs: torch.get_rng_state())
     for name in ("manual_seed", "manual_seed_all"):
         patches.wrap(torch.cuda, name, lambda _: lambda seed: torch.default_generator.manual_seed(seed))
-    for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
-        patches.replace(torch.cuda, name, _Queue)
-    patches.replace(torch.cuda, "device", chosen.within(lambda: True))
-    if hasattr(torch, "accelerator"):
-        patches.wrap(torch.accelerator, "is_available", lambda _: lambda: _asked_by_user())
-        patches.wrap(torch.accelerator, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
-        patches.wrap(torch.accelerator, "current_accelerator", _accelerator)
-        patches.wrap(torch.accelerator, "set_device_index", lambda _: lambda device: chosen.choose(device))
-        patches.wrap(torch.accelerator, "current_device_index", lambda _: lambda: chosen.current)
-        patches.wrap(torch.accelerator, "synchronize", partial(_always, None))
-        patches.replace(torch.accelerator, "device_index", chosen.within(lambda: True))
-    patches.wrap(torch.cuda, "is_available", lambda _: lambda: _asked_by_user())
-    patches.wrap(torch.cuda, "device_count", lambda _: lambda: gpus if _asked_by_user() else 0)
-    patches.wrap(torch.cuda, "set_device", lambda _: lambda device: chosen.choose(device))
-    patches.wrap(torch.cuda, "current_device", lambda _: lambda: chosen.current)
-    patches.wrap(torch.cuda, "get_device_name", lambda _: lambda *_, **__: "CPU in the place of a GPU")
-    patches.wrap(torch, "load", _load)
-    patches.replace(torch, "Generator", generator_on(lambda device: "cpu"))
-    patches.wrap(torch, "compile", _compile)
-    patches.wrap(torch.autocast, "__init__", _autocast)
-    patches.wrap(torch.amp.GradScaler, "__init__", _scaler)
-    patches.wrap(dist, "is_nccl_available", partial(_always, True))
+    redirect_load(patches, lambda device: "cpu")
+
+
+def _patch_distributed(patches: Patches, gpus: VirtualGpus) -> None:
     for name in ("init_process_group", "new_group"):
-        patches.wrap(dist, name, _group)
-    patches.wrap(DistributedDataParallel, "__init__", lambda original: _wrap(original, chosen))
+        patches.wrap(dist, name, _gloo)
+    redirect_ddp(patches, gpus, lambda devices: None, lambda device: True)
+    patches.wrap(nn.SyncBatchNorm, "convert_sync_batchnorm", _sync_batchnorm)
     patches.when_imported(
-        "torch.distributed.fsdp.fully_sharded_data_parallel", lambda module: _meet_fsdp(module, patches)
+        "torch.distributed.fsdp.fully_sharded_data_parallel", lambda module: _patch_fsdp(module, patches)
     )
-    patches.when_imported("torch.distributed.checkpoint.state_dict_saver", lambda module: _meet_saver(module, patches))
-    patches.wrap(nn.SyncBatchNorm, "convert_sync_batchnorm", _convert)
-    _OnCpu(chosen).install(patches)
+    patches.when_imported(
+        "torch.distributed.checkpoint.state_dict_saver", lambda module: _patch_async_save(module, patches)
+    )
 
 
-_ANSWERS: dict[str, Any] = {
-    "synchronize": None,
-    "empty_cache": None,
-    "ipc_collect": None,
-    "reset_peak_memory_stats": None,
-    "memory_allocated": 0,
-    "max_memory_allocated": 0,
-    "memory_reserved": 0,
-    "max_memory_reserved": 0,
-    "is_bf16_supported": True,
-    "get_device_capability": (8, 0),
-    "get_device_properties": SimpleNamespace(
-        name="CPU", total_memory=1 << 34, major=8, minor=0, multi_processor_count=1, uuid="CPU"
-    ),
-    "seed": None,
-    "seed_all": None,
-    "initial_seed": 0,
-    "set_rng_state": None,
-    "set_rng_state_all": None,
-    "mem_get_info": (1 << 34, 1 << 34),
-    "memory_stats": Counter(),
-    "memory_summary": "",
-    "reset_max_memory_allocated": None,
-    "reset_max_memory_cached": None,
-    "reset_accumulated_memory_stats": None,
-    "set_per_process_memory_fraction": None,
-    "utilization": 0,
-    "init": None,
-    "set_sync_debug_mode": None,
-    "get_sync_debug_mode": 0,
-    "set_stream": None,
-}
-
-
-def _asked_by_user() -> bool:
-    """Whether the script itself asks. Accelerate and Lightning are told elsewhere, Lockstep finds its own way."""
+def _called_by_user() -> bool:
+    """Whether the script itself calls: neither a framework, which is told to use the CPU elsewhere, nor Lockstep."""
     file = sys._getframe(2).f_code.co_filename
     return not foreign(file) and not file.startswith(_LOCKSTEP)
 
 
-class _Queue:
-    """A stream or an event where there is only one queue, the processor's: everything is in order already."""
+def _current_accelerator(original: Function) -> Function:
+    return lambda *args, **kwargs: _CUDA if _called_by_user() else None
+
+
+def _returns(value: Any) -> Function:
+    return lambda original: lambda *args, **kwargs: value
+
+
+class _CpuStream:
+    """A stream or an event on the CPU, where each operation is complete when its call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.at = time.perf_counter()
+        self.recorded_at = time.perf_counter()
 
     def record(self, *_: Any) -> None:
-        self.at = time.perf_counter()
+        self.recorded_at = time.perf_counter()
 
-    def elapsed_time(self, later: "_Queue") -> float:
-        return 1000 * (later.at - self.at)
+    def elapsed_time(self, end: "_CpuStream") -> float:
+        return 1000 * (end.recorded_at - self.recorded_at)
 
-    def __enter__(self) -> "_Queue":
+    def __enter__(self) -> "_CpuStream":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,45 +151,27 @@ class _Queue:
         return lambda *args, **kwargs: True if name == "query" else None
 
 
-def _plain(kind: Any) -> Any:
-    """The name of a type of tensors, without its device."""
-    return kind.replace("torch.cuda.", "torch.") if isinstance(kind, str) else kind
+def _cpu_type(tensor_type: Any) -> Any:
+    """Return the name of a tensor type without its device."""
+    return tensor_type.replace("torch.cuda.", "torch.") if isinstance(tensor_type, str) else tensor_type
 
 
-def _always(answer: Any, original: Function) -> Function:
-    return lambda *args, **kwargs: answer
-
-
-class _OnCpu(Instead):
-    """A processor has no memory to pin, and no streams."""
+class _CpuRedirect(DeviceRedirect):
+    """Without pinned memory and streams, which a CPU does not have."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("pin_memory", "record_stream"):
             return args[0]
-        args = tuple(map(_plain, args)) if func is torch.Tensor.type else args
+        args = tuple(map(_cpu_type, args)) if func is torch.Tensor.type else args
         return super().__torch_function__(
             func, types, args, {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
         )
 
 
-def _accelerator(original: Function) -> Function:
-    def current_accelerator(*args: Any, **kwargs: Any) -> Any:
-        return _CUDA if _asked_by_user() else None
-
-    return current_accelerator
-
-
-def _load(original: Function) -> Function:
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(f, "cpu", *args, **kwargs)
-
-    return load
-
-
 def _compile(original: Function) -> Function:
     def compile(model: Any = None, **kwargs: Any) -> Any:
         if isinstance(model, nn.Module):
-            vars(model)["_orig_mod"] = model  # not as one of its modules
+            vars(model)["_orig_mod"] = model  # not registered as a submodule
         return model if model is not None else lambda function: function
 
     return compile
@@ -190,59 +179,41 @@ def _compile(original: Function) -> Function:
 
 def _autocast(original: Function) -> Function:
     def __init__(region: Any, /, device_type: str = "cuda", dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        on_cuda = device_type == "cuda"
-        region.asked_dtype = dtype or (torch.float16 if on_cuda else torch.bfloat16)
+        region.asked_dtype = dtype or (torch.float16 if device_type == "cuda" else torch.bfloat16)
         original(region, "cpu", torch.bfloat16, *args, **kwargs)
 
     return __init__
 
 
-def _scaler(original: Function) -> Function:
-    def __init__(scaler: Any, /, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-        original(scaler, "cpu", *args, **kwargs)
-
-    return __init__
+def _grad_scaler(original: Function) -> Function:
+    return lambda scaler, device="cuda", *args, **kwargs: original(scaler, "cpu", *args, **kwargs)
 
 
-def _group(original: Function) -> Function:
-    def make(*args: Any, **kwargs: Any) -> Any:
+def _gloo(original: Function) -> Function:
+    def make_group(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
         args = tuple("gloo" if isinstance(a, str) and "nccl" in a else a for a in args)
         if "nccl" in str(kwargs.get("backend")):
             kwargs["backend"] = "gloo"
         return original(*args, **kwargs)
 
-    return make
+    return make_group
 
 
-def _wrap(original: Function, chosen: Devices) -> Function:
-    def __init__(
-        wrapper: Any, /, module: nn.Module, device_ids: Any = None, output: Any = None, *a: Any, **kw: Any
-    ) -> None:
-        if device_ids:
-            chosen.recorder.write("device", op="device_ids", index=chosen.index(device_ids[0]))
-        kw.pop("output_device", None)
-        original(wrapper, module, None, None, *a, **kw)
-
-    return __init__
-
-
-def _meet_fsdp(module: ModuleType, patches: Patches) -> None:
-    """FSDP's first version, which is all on the CPU already: nothing is brought there, or sent from there."""
+def _patch_fsdp(module: ModuleType, patches: Patches) -> None:
+    """FSDP1 has all its tensors on the CPU already: no moves, no offload."""
     fsdp = module.FullyShardedDataParallel
-    patches.wrap(fsdp, "__init__", _flat)
-    patches.wrap(fsdp, "set_state_dict_type", _stays)
-    initial, check = (
-        sys.modules.get("torch.distributed.fsdp._init_utils"),
-        "_check_module_states_for_sync_module_states",
-    )
-    if hasattr(initial, check):  # that they are on a GPU
-        patches.wrap(initial, check, partial(_always, None))
+    patches.wrap(fsdp, "__init__", _fsdp_on_cpu)
+    patches.wrap(fsdp, "set_state_dict_type", _without_offload)
+    init_utils = sys.modules.get("torch.distributed.fsdp._init_utils")
+    requires_gpu = "_check_module_states_for_sync_module_states"
+    if hasattr(init_utils, requires_gpu):
+        patches.wrap(init_utils, requires_gpu, _returns(None))
 
 
-def _flat(original: Function) -> Function:
+def _fsdp_on_cpu(original: Function) -> Function:
     def __init__(*args: Any, **kwargs: Any) -> None:
-        if len(args) > 4:  # said by its place, after the module, the group and the strategy
+        if len(args) > 4:  # cpu_offload is positional: self, module, process_group, sharding_strategy, cpu_offload
             args = (*args[:4], None, *args[5:])
         else:
             kwargs["cpu_offload"] = None
@@ -251,7 +222,7 @@ def _flat(original: Function) -> Function:
     return __init__
 
 
-def _stays(original: Function) -> Function:
+def _without_offload(original: Function) -> Function:
     def set_state_dict_type(*args: Any, **kwargs: Any) -> Any:
         for config in (*args, *kwargs.values()):
             if getattr(config, "offload_to_cpu", False):
@@ -261,35 +232,25 @@ def _stays(original: Function) -> Function:
     return set_state_dict_type
 
 
-def _meet_saver(module: ModuleType, patches: Patches) -> None:
-    """What is saved beside the training speaks over gloo, over which the training speaks here as well: one by one."""
+def _patch_async_save(module: ModuleType, patches: Patches) -> None:
+    """Save synchronously: here saving and training would use the same gloo group at the same time."""
 
-    def at_once(original: Function) -> Function:
+    def saving(original: Function) -> Function:
         def async_save(state_dict: Any, **kwargs: Any) -> Any:
             known = inspect.signature(module.save).parameters
-            done: Future[Any] = Future()
-            done.set_result(module.save(state_dict, **{k: v for k, v in kwargs.items() if k in known}))
-            return done
+            future: Future[Any] = Future()
+            future.set_result(module.save(state_dict, **{k: v for k, v in kwargs.items() if k in known}))
+            return future
 
         return async_save
 
-    patches.wrap(module, "async_save", at_once)
+    patches.wrap(module, "async_save", saving)
 
 
-def _convert(original: Function) -> Function:
-    def convert_sync_batchnorm(kind: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
-        holder = nn.Sequential(module)
-        share_batch_norm(holder)
-        return holder[0]
+def _sync_batchnorm(original: Function) -> Function:
+    def convert_sync_batchnorm(cls: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
+        parent = nn.Sequential(module)
+        share_batch_norm(parent)
+        return parent[0]
 
     return convert_sync_batchnorm
-
-
-def needed(device: str) -> bool:
-    """Whether scripts that ask for CUDA have to be mapped onto the CPU here."""
-    return device == "cpu" or (device == "auto" and not _has_gpu())
-
-
-def _has_gpu() -> bool:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking must not start CUDA: ranks are forked
-    return torch.cuda.device_count() > 0

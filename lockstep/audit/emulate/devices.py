@@ -1,4 +1,4 @@
-"""The GPUs a script asks for, and another device that takes their place."""
+"""The GPUs that a script requests, and the one device that replaces them all."""
 
 import os
 import threading
@@ -6,134 +6,166 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ..patch import Function, Patches
 from ..trace import Recorder
 
+DEVICE_FUNCTIONS = (
+    (torch.cuda, "device_count", "set_device", "current_device", "device"),
+    (torch.accelerator, "device_count", "set_device_index", "current_device_index", "device_index"),
+)
+"""Where PyTorch counts the GPUs, sets the current one, returns its index, and changes it within a `with`."""
 
-class Devices:
-    """Which GPU this rank wants to be on."""
 
-    def __init__(self, recorder: Recorder, place: torch.device, gpus: int):
-        self.recorder, self.place = recorder, place
-        self.gpus = gpus
-        """How many it believes there are."""
+class VirtualGpus:
+    """The GPUs that a rank is told it has; those it requests are recorded."""
+
+    def __init__(self, recorder: Recorder, target: torch.device, count: int):
+        self.recorder, self.count = recorder, count
+        self.target = target
+        """The device that is used in their stead."""
         self.current, self.is_set = 0, False
         self.used: set[int] = set()
 
-    def choose(self, device: Any) -> None:
-        self._begun()
+    def set_current(self, device: Any) -> None:
+        self._mark_on_gpu()
         self.current, self.is_set = self.index(device), True
         self.recorder.write("device", op="set_device", index=self.current)
 
-    def use(self, device: Any) -> None:
-        self._begun()
+    def record_use(self, device: Any) -> None:
+        self._mark_on_gpu()
         index = self.index(device)
-        real = index == self.place.index and not isinstance(device, str)
-        if real and (self.current or self.used - {index}):
-            return  # where a tensor really is, beside which another is made: nothing that was asked for
+        read_from_tensor = index == self.target.index and not isinstance(device, str)
+        if read_from_tensor and (self.current or self.used - {index}):
+            return  # as in torch.zeros(2, device=x.device): the script requests no GPU by its index
         if index not in self.used:
             self.used.add(index)
             self.recorder.write("device", op="use", index=index)
 
-    def _begun(self) -> None:
-        if self.place.type == "cpu":  # elsewhere a tensor says itself whether it is on a GPU
+    def _mark_on_gpu(self) -> None:
+        if self.target.type == "cpu":  # on a real GPU the tensors' devices show it
             self.recorder.on_gpu = True
 
-    def within(self, asks: Callable[[], bool]) -> type:
-        """In the place of the context managers that change the device, for those who ask for it."""
-        chosen = self
+    def context_manager(self, applies: Callable[[], bool]) -> type:
+        """Return the class that replaces `torch.cuda.device`; without effect for callers to whom it does not apply."""
+        gpus = self
 
-        class Within:
+        class CurrentDevice:
             def __init__(self, device: Any = None):
-                self.index = chosen.index(device) if device is not None and asks() else chosen.current
+                self.index = gpus.index(device) if device is not None and applies() else gpus.current
 
             def __enter__(self) -> None:
-                self.before, chosen.current = chosen.current, self.index
+                self.previous, gpus.current = gpus.current, self.index
 
             def __exit__(self, *_: object) -> None:
-                chosen.current = self.before
+                gpus.current = self.previous
 
-        return Within
+        return CurrentDevice
 
     def index(self, device: Any) -> int:
         if isinstance(device, int):
             return device
-        found = torch.device(device).index if device is not None else None
-        return self.current if found is None else found
+        index = torch.device(device).index if device is not None else None
+        return self.current if index is None else index
 
 
-def is_cuda(thing: Any) -> bool:
-    return (isinstance(thing, torch.device) and thing.type == "cuda") or (
-        isinstance(thing, str) and thing.split(":")[0] == "cuda"
+def is_cuda(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cuda") or (
+        isinstance(value, str) and value.split(":")[0] == "cuda"
     )
 
 
-def generator_on(place: Callable[[Any], Any]) -> type:
-    """Makes torch's generators, for the devices that stand for those asked for."""
+def redirect_load(patches: Patches, redirect: Callable[[Any], Any]) -> None:
+    """Let torch.load and torch.Generator use the device that `redirect` returns for the one they are given."""
+
+    def loading(original: Function) -> Function:
+        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return original(f, redirect(map_location), *args, **kwargs)
+
+        return load
 
     class AnyGenerator(type):
-        def __instancecheck__(cls, thing: Any) -> bool:
-            return isinstance(thing, torch._C.Generator)
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, torch._C.Generator)
 
     class Generator(metaclass=AnyGenerator):
         def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]
-            return torch._C.Generator(place(device))
+            return torch._C.Generator(redirect(device))
 
-    Generator.__module__, Generator.__qualname__ = "torch", "Generator"  # by which one that is pickled is found again
-    return Generator
+    Generator.__module__, Generator.__qualname__ = "torch", "Generator"  # pickle finds the class by its name
+    patches.wrap(torch, "load", loading)
+    patches.replace(torch, "Generator", Generator)
 
 
-class Instead(TorchFunctionMode):
-    """Every torch function that is told to use a GPU uses the place that stands for it."""
+def redirect_ddp(
+    patches: Patches, gpus: VirtualGpus, redirect: Callable[[Any], Any], is_request: Callable[[Any], bool]
+) -> None:
+    """Let DDP use the device that `redirect` returns; record its first device id, if that is a request."""
 
-    def __init__(self, chosen: Devices):
+    def wrapping(original: Function) -> Function:
+        def __init__(
+            ddp: Any, /, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            if device_ids and is_request(device_ids[0]):
+                gpus.recorder.write("device", op="device_ids", index=gpus.index(device_ids[0]))
+            original(ddp, module, redirect(device_ids), redirect(output_device), *args, **kwargs)
+
+        return __init__
+
+    patches.wrap(DistributedDataParallel, "__init__", wrapping)
+
+
+class DeviceRedirect(TorchFunctionMode):
+    """Every torch function that is told to use a GPU uses the target device."""
+
+    def __init__(self, gpus: VirtualGpus):
         super().__init__()
-        self.chosen = chosen
+        self.gpus = gpus
 
     def install(self, patches: Patches) -> None:
-        """For this thread and those that it starts, and for what runs in the backward pass."""
+        """Redirect this thread, the threads that it starts, and what runs in the backward pass."""
         self.__enter__()
         patches.later(lambda: self.__exit__(None, None, None))
-        patches.wrap(threading.Thread, "_bootstrap_inner", self._again)
-        patches.wrap(torch.autograd, "_engine_run_backward", self._again)
-        patches.wrap(DeviceContext, "__init__", self._by_default)
+        patches.wrap(threading.Thread, "_bootstrap_inner", self._in_this_mode)
+        patches.wrap(torch.autograd, "_engine_run_backward", self._in_this_mode)
+        patches.wrap(DeviceContext, "__init__", self._default_device)
         patches.when_imported(
-            "torch.distributed.device_mesh", lambda module: patches.wrap(module.DeviceMesh, "__init__", self._by_mesh)
+            "torch.distributed.device_mesh", lambda module: patches.wrap(module.DeviceMesh, "__init__", self._mesh)
         )
 
-    def _again(self, original: Function) -> Function:
-        """A mode is off in other threads, and in what it calls itself, like `Tensor.backward`."""
+    def _in_this_mode(self, original: Function) -> Function:
+        """A mode is off in other threads, and in functions that it calls itself, like `Tensor.backward`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(mode, Instead) for mode in _get_current_function_mode_stack()):
+            if any(isinstance(mode, DeviceRedirect) for mode in _get_current_function_mode_stack()):
                 return original(*args, **kwargs)
-            with type(self)(self.chosen):
+            with type(self)(self.gpus):
                 return original(*args, **kwargs)
 
         return call
 
-    def _by_default(self, original: Function) -> Function:
-        """For `set_default_device` and `with torch.device(…)`: they come after this mode."""
+    def _default_device(self, original: Function) -> Function:
+        """`set_default_device` and `with torch.device(…)` are modes above this one."""
 
         def __init__(context: Any, /, device: Any) -> None:
             if type(device) is int or is_cuda(device):
-                self.chosen.use(device)
-                device = self.chosen.place
+                self.gpus.record_use(device)
+                device = self.gpus.target
             original(context, device)
 
         return __init__
 
-    def _by_mesh(self, original: Function) -> Function:
-        """A mesh takes the GPU of its local rank, if the script has not used one yet."""
+    def _mesh(self, original: Function) -> Function:
+        """A mesh sets the GPU of its local rank, unless the script has set or used one."""
 
         def __init__(mesh: Any, /, device_type: str, *args: Any, **kwargs: Any) -> None:
             if device_type == "cuda":
-                if not self.chosen.used and not self.chosen.is_set:
-                    self.chosen.choose(int(os.environ.get("LOCAL_RANK", "0")))
-                device_type = self.chosen.place.type
+                if not self.gpus.used and not self.gpus.is_set:
+                    self.gpus.set_current(int(os.environ.get("LOCAL_RANK", "0")))
+                device_type = self.gpus.target.type
             original(mesh, device_type, *args, **kwargs)
 
         return __init__
@@ -142,27 +174,26 @@ class Instead(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.device:  # named, not used yet
             return func(*args, **kwargs)
-        name, place = getattr(func, "__name__", ""), self.chosen.place
+        name, target = getattr(func, "__name__", ""), self.gpus.target
         if name == "cuda":
-            self.chosen.use(args[1] if len(args) > 1 else kwargs.get("device"))
-            given = {k: v for k, v in kwargs.items() if k != "device"}
-            return func(args[0], place, *args[2:], **given) if place.type == "cuda" else args[0]
+            self.gpus.record_use(args[1] if len(args) > 1 else kwargs.get("device"))
+            others = {k: v for k, v in kwargs.items() if k != "device"}
+            return func(args[0], target, *args[2:], **others) if target.type == "cuda" else args[0]
         if type(kwargs.get("device")) is int:
-            kwargs = {**kwargs, "device": self._numbered(kwargs["device"])}
+            kwargs = {**kwargs, "device": _device(kwargs["device"])}
         first = 1
-        if name == "_parse_to":  # what Module.to was told
-            first, args = 0, tuple(self._numbered(a) if type(a) is int else a for a in args)
+        if name == "_parse_to":  # the arguments of Module.to
+            first, args = 0, tuple(_device(a) if type(a) is int else a for a in args)
+        elif name == "to" and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], _device(args[1]), *args[2:])
         device = next((a for a in (*args[first:], *kwargs.values()) if is_cuda(a)), None)
         if device is not None:
-            self.chosen.use(device)
-            args = tuple(place if is_cuda(a) else a for a in args)
-            kwargs = {k: place if is_cuda(v) else v for k, v in kwargs.items()}
-        elif name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
-            if args[1] >= 0:
-                self.chosen.use(args[1])
-            args = (args[0], place, *args[2:])
+            self.gpus.record_use(device)
+            args = tuple(target if is_cuda(a) else a for a in args)
+            kwargs = {k: target if is_cuda(v) else v for k, v in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _numbered(self, index: int) -> torch.device:
-        """-1 is what a tensor on the CPU says of itself."""
-        return torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+
+def _device(index: int) -> torch.device:
+    """Return the device that PyTorch means by an index; a tensor on the CPU has the index -1."""
+    return torch.device("cuda", index) if index >= 0 else torch.device("cpu")

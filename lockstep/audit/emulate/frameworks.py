@@ -1,6 +1,6 @@
-"""Accelerate and Lightning on a machine without a GPU: told to take the CPU, with as many processes as there are ranks.
+"""Accelerate and Lightning on a machine without a GPU: told to use the CPU, with as many processes as there are ranks.
 
-Left to themselves they would find no GPU, take one processor, and train alone in every rank.
+By default they would find no GPU, use one CPU process, and train separately in every rank.
 """
 
 import inspect
@@ -19,48 +19,53 @@ _LIGHTNING = (
     ("Fabric", "lightning.fabric.fabric"),
     ("Fabric", "lightning_fabric.fabric"),
 )
-_HALF = {16: "bf16-mixed", "16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
+_BFLOAT16 = {16: "bf16-mixed", "16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
+"""The precision used on the CPU instead of float16."""
 
 
-def install(recorder: Recorder, patches: Patches, ranks: int) -> None:
+def install(recorder: Recorder, patches: Patches, nproc: int) -> None:
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    patches.when_imported(
-        "accelerate.accelerator", partial(_wrap, patches, "Accelerator", partial(_accelerate, recorder))
-    )
-    around = partial(_lightning, recorder, ranks)
+    _patch(patches, "accelerate.accelerator", "Accelerator", partial(_accelerate, recorder))
     for name, module in _LIGHTNING:
-        patches.when_imported(module, partial(_wrap, patches, name, around))
+        _patch(patches, module, name, partial(_lightning, recorder, nproc))
 
 
-def _wrap(patches: Patches, name: str, around: Callable[[Function], Function], module: ModuleType) -> None:
-    patches.wrap(vars(module)[name], "__init__", around)
+def _patch(patches: Patches, module: str, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let `change` edit the arguments of the class's __init__, by name."""
+
+    def around(original: Function) -> Function:
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            call = inspect.signature(original).bind(*args, **kwargs)
+            change(call.arguments)
+            original(*call.args, **call.kwargs)
+
+        return __init__
+
+    def wrap(imported: ModuleType) -> None:
+        patches.wrap(vars(imported)[name], "__init__", around)
+
+    patches.when_imported(module, wrap)
 
 
-def _accelerate(recorder: Recorder, original: Function) -> Function:
-    def __init__(accelerator: Any, /, *args: Any, **kwargs: Any) -> None:
-        asked = inspect.signature(original).bind(accelerator, *args, **kwargs)
-        if not asked.arguments.get("cpu"):
-            recorder.on_gpu = True
-            recorder.write("device", op="framework", index=-1)
-        if str(asked.arguments.get("mixed_precision")) == "fp16":
-            asked.arguments["mixed_precision"] = "bf16"
-        original(*asked.args, **asked.kwargs)
-
-    return __init__
+def _accelerate(recorder: Recorder, arguments: dict[str, Any]) -> None:
+    if not arguments.get("cpu"):
+        _record_gpu(recorder)
+    if str(arguments.get("mixed_precision")) == "fp16":
+        arguments["mixed_precision"] = "bf16"
 
 
-def _lightning(recorder: Recorder, ranks: int, original: Function) -> Function:
-    def __init__(trainer: Any, /, *args: Any, **kwargs: Any) -> None:
-        asked = inspect.signature(original).bind(trainer, *args, **kwargs)
-        if asked.arguments.get("accelerator", "auto") in ("auto", "gpu", "cuda"):
-            recorder.on_gpu = True
-            recorder.write("device", op="framework", index=-1)
-            asked.arguments["accelerator"] = "cpu"
-            devices = asked.arguments.get("devices", "auto")
-            if devices not in (1, "1") and not (isinstance(devices, list) and len(devices) == 1):  # not to train alone
-                asked.arguments |= {"devices": ranks, "num_nodes": 1}
-            if asked.arguments.get("precision") in _HALF:
-                asked.arguments["precision"] = _HALF[asked.arguments["precision"]]
-        original(*asked.args, **asked.kwargs)
+def _lightning(recorder: Recorder, nproc: int, arguments: dict[str, Any]) -> None:
+    if arguments.get("accelerator", "auto") not in ("auto", "gpu", "cuda"):
+        return
+    _record_gpu(recorder)
+    arguments["accelerator"] = "cpu"
+    devices = arguments.get("devices", "auto")
+    if devices not in (1, "1") and not (isinstance(devices, list) and len(devices) == 1):  # one: the script's choice
+        arguments |= {"devices": nproc, "num_nodes": 1}
+    if arguments.get("precision") in _BFLOAT16:
+        arguments["precision"] = _BFLOAT16[arguments["precision"]]
 
-    return __init__
+
+def _record_gpu(recorder: Recorder) -> None:
+    recorder.on_gpu = True
+    recorder.write("device", op="framework", index=-1)

@@ -1,4 +1,4 @@
-"""Scripts that start their ranks themselves: here they are started already, and this process is one of them."""
+"""Scripts that start their ranks themselves: the audit has started them already, and this process is one of them."""
 
 import dis
 import inspect
@@ -17,55 +17,80 @@ import torch.multiprocessing
 from ..patch import Function, Patches
 from ..trace import Recorder, foreign
 
-_DEPTH = 4
-"""How far functions that call one another are followed."""
+_MAX_CALL_DEPTH = 4
 
 
-def start_ranks_here(patches: Patches, recorder: Recorder) -> None:
-    """What a script would start as its ranks runs in the ranks that there are, and wherever they are told to meet, they
-    meet on this machine."""
-    rank = int(os.environ["RANK"])
-    meetings = count(int(os.environ["MASTER_PORT"]), 7)
-    ranks: list[Any] = []
-    round_ = _Round()
+def install(recorder: Recorder, patches: Patches) -> None:
+    """Run what the script would start as its ranks in the ranks that exist; every process group is on this machine."""
+    spawner = _Spawner(recorder)
+    for name in ("spawn", "start_processes"):
+        patches.wrap(torch.multiprocessing, name, spawner.spawn)
+    patches.wrap(BaseProcess, "start", spawner.start)
+    patches.wrap(dist, "init_process_group", spawner.init_process_group)
 
-    def spawning(original: Function) -> Function:
+
+class _Spawner:
+    """Replaces the ways to start ranks; numbers the processes that are started one by one, from 0 after each join."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder, self.rank = recorder, int(os.environ["RANK"])
+        self.ports = count(int(os.environ["MASTER_PORT"]), 7)
+        self.rank_functions: list[Any] = []
+        self.started, self.joined = 0, False
+
+    def spawn(self, original: Function) -> Function:
         def spawn(fn: Function, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
-            if dist.is_initialized():  # the ranks are there: these are to help one of them
+            if dist.is_initialized():  # these processes assist a rank, such as to prepare data
                 return original(fn, args, nprocs, *rest, **kwargs)
-            recorder.write("spawn", nprocs=nprocs)
-            if rank < nprocs:
-                fn(rank, *args)
+            self.recorder.write("spawn", nprocs=nprocs)
+            if self.rank < nprocs:
+                fn(self.rank, *args)
             return SimpleNamespace(join=lambda *_, **__: True, processes=[])
 
         return spawn
 
-    def starting(original: Function) -> Function:
+    def start(self, original: Function) -> Function:
         def start(process: Any) -> None:
-            own = not recorder.in_worker and not foreign(sys._getframe(1).f_code.co_filename)
-            task = process._target if type(process).run is BaseProcess.run else process.run
-            known = any(_function(task) is one for one in ranks)
-            if own and (known or (not dist.is_initialized() and _joins(task))):
-                ranks.append(_function(task))
-                _never_starts(process, round_)
-                number = round_.next()
-                recorder.write("rank_started", n=number + 1)
-                if number == rank:
-                    process.run()
-                return
-            if own:
-                recorder.write("process")
-            original(process)
+            if self.recorder.in_worker or foreign(sys._getframe(1).f_code.co_filename):
+                original(process)
+            elif self._is_rank(process):
+                self._run_rank(process)
+            else:
+                self.recorder.write("process")
+                original(process)
 
         return start
 
-    def meeting(original: Function) -> Function:
+    def _is_rank(self, process: Any) -> bool:
+        task = _task(process)
+        known = any(_function(task) is function for function in self.rank_functions)
+        return known or (not dist.is_initialized() and _joins_group(task))
+
+    def _run_rank(self, process: Any) -> None:
+        """Run the process here if it has this rank; to the script it is one that has exited with status 0."""
+        self.rank_functions.append(_function(_task(process)))
+        ignored = {name: lambda *_, **__: None for name in ("terminate", "kill", "close")}
+        process._popen = SimpleNamespace(wait=self._join, poll=lambda *_: 0, returncode=0, pid=None, **ignored)
+        process._sentinel, write_end = os.pipe()
+        os.close(write_end)
+        if self.joined:
+            self.started, self.joined = 0, False
+        self.started += 1
+        self.recorder.write("rank_started", n=self.started)
+        if self.started - 1 == self.rank:
+            process.run()
+
+    def _join(self, *_: Any) -> int:
+        self.joined = True
+        return 0
+
+    def init_process_group(self, original: Function) -> Function:
         def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
-            if not recorder.in_worker:
+            if not self.recorder.in_worker:
                 world = kwargs.get("world_size", args[1] if len(args) > 1 else -1)
-                recorder.write("meeting", world=world if isinstance(world, int) else -1)
-                port = next(meetings)  # one for each: at the last one some may still be leaving
-                with recorder.hide():  # this is no setting of the script's
+                self.recorder.write("meeting", world=world if isinstance(world, int) else -1)
+                port = next(self.ports)  # a new one for each group: ranks may still be leaving the last
+                with self.recorder.hide():  # not a setting of the script
                     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
                 if str(init_method).startswith("tcp://"):
                     init_method = f"tcp://127.0.0.1:{port}"
@@ -73,39 +98,14 @@ def start_ranks_here(patches: Patches, recorder: Recorder) -> None:
 
         return init_process_group
 
-    for name in ("spawn", "start_processes"):
-        patches.wrap(torch.multiprocessing, name, spawning)
-    patches.wrap(BaseProcess, "start", starting)
-    patches.wrap(dist, "init_process_group", meeting)
+
+def _task(process: Any) -> Any:
+    """Return what a process runs: its target, or the `run` of its class."""
+    return process._target if type(process).run is BaseProcess.run else process.run
 
 
-class _Round:
-    """Processes that are started one after the other, until one of them is waited for."""
-
-    def __init__(self) -> None:
-        self.started, self.is_over = 0, False
-
-    def next(self) -> int:
-        if self.is_over:
-            self.started, self.is_over = 0, False
-        self.started += 1
-        return self.started - 1
-
-    def end(self, *_: Any) -> int:
-        self.is_over = True
-        return 0
-
-
-def _never_starts(process: Any, round_: _Round) -> None:
-    """Let a Process be one that has ended well, for whoever joins it, asks for its status or ends it."""
-    nothing = {name: lambda *_, **__: None for name in ("terminate", "kill", "close")}
-    process._popen = SimpleNamespace(wait=round_.end, poll=lambda *_: 0, returncode=0, pid=None, **nothing)
-    process._sentinel, end = os.pipe()
-    os.close(end)
-
-
-def _joins(task: Any, owner: Any = None, depth: int = _DEPTH) -> bool:
-    """Whether a function, or one of the user's that it calls, joins a process group: others feed or serve the ranks."""
+def _joins_group(task: Any, owner: Any = None, depth: int = _MAX_CALL_DEPTH) -> bool:
+    """Whether a function, or a function of the user that it calls, joins a process group: then it is a rank."""
     function = _function(task)
     if function is inspect.unwrap(dist.init_process_group):
         return True
@@ -114,20 +114,19 @@ def _joins(task: Any, owner: Any = None, depth: int = _DEPTH) -> bool:
         return False
     if "init_process_group" in code.co_names:
         return True
-    owner = getattr(_whole(task), "__self__", owner)
-    return depth > 0 and any(_joins(called, owner, depth - 1) for called in _called(function, owner))
+    owner = getattr(_without_partial(task), "__self__", owner)
+    return depth > 0 and any(_joins_group(called, owner, depth - 1) for called in _callees(function, owner))
 
 
-def _whole(task: Any) -> Any:
-    """What a partial function is a part of."""
+def _without_partial(task: Any) -> Any:
     while isinstance(task, partial):
         task = task.func
     return task
 
 
 def _function(task: Any) -> Any:
-    """What runs when a task is called: of a class its __init__, of an object its __call__."""
-    task = _whole(task)
+    """Return the function that runs when a task is called: of a class its __init__, of an object its __call__."""
+    task = _without_partial(task)
     if isinstance(task, type):
         task = task.__init__  # type: ignore[misc]
     elif callable(task) and not hasattr(getattr(task, "__func__", task), "__code__"):
@@ -135,32 +134,33 @@ def _function(task: Any) -> Any:
     return inspect.unwrap(getattr(task, "__func__", task)) if callable(task) else task
 
 
-def _called(function: Any, owner: Any) -> Iterator[Any]:
-    """What a function names that can be called: of its globals, of functions around it, of modules, of the object that
-    it belongs to; of classes all that they have, since what it does with their objects is not followed."""
-    code, thing = function.__code__, None
-    around = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            thing = function.__globals__.get(step.argval)
-        elif step.opname == "LOAD_DEREF" and step.argval in around:
-            thing = _content(around[step.argval])
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(thing, ModuleType):
-            thing = getattr(thing, step.argval, None)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and thing is not None and thing is owner:
-            thing = inspect.getattr_static(owner, step.argval, None)
-        elif step.opname.startswith("LOAD_FAST") and code.co_argcount and step.argval == code.co_varnames[0]:
-            thing = owner
+def _callees(function: Any, owner: Any) -> Iterator[Any]:
+    """Yield the callables that a function names: globals, closure variables, attributes of modules and of `owner`, the
+    object it is a method of; of a class all methods, since calls on its instances are not followed."""
+    code, value = function.__code__, None
+    closure = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
+    for instruction in dis.get_instructions(code):
+        opname, name = instruction.opname, instruction.argval
+        if opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = function.__globals__.get(name)
+        elif opname == "LOAD_DEREF" and name in closure:
+            value = _cell_value(closure[name])
+        elif opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
+            value = getattr(value, name, None)
+        elif opname in ("LOAD_ATTR", "LOAD_METHOD") and value is not None and value is owner:
+            value = inspect.getattr_static(owner, name, None)
+        elif opname.startswith("LOAD_FAST") and code.co_argcount and name == code.co_varnames[0]:
+            value = owner
         else:
-            thing = None
-        if isinstance(thing, type):
-            yield from (f for f in vars(thing).values() if inspect.isfunction(f))
-        elif callable(thing) and thing is not owner:
-            yield thing
+            value = None
+        if isinstance(value, type):
+            yield from (f for f in vars(value).values() if inspect.isfunction(f))
+        elif callable(value) and value is not owner:
+            yield value
 
 
-def _content(cell: CellType) -> Any:
+def _cell_value(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # empty: not assigned yet
         return None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.audit.emulate import cuda_on_cpu, shared_gpu
 from lockstep.audit.patch import Patches
@@ -34,6 +35,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         (torch.accelerator, {"device_count": 1, "set_device_index": None, "current_device_index": 0}),
         (torch, {"load": {}}),
         (dist, {"init_process_group": None, "barrier": None}),
+        (DistributedDataParallel, {"__init__": None}),
     ):
         for name, answer in names.items():
             monkeypatch.setattr(owner, name, told.instead(answer))
@@ -243,11 +245,8 @@ def test_generators_are_what_they_were(recorder: Recorder) -> None:
         torch.Generator("cuda:2")
 
 
-def test_ddp_is_told_the_first_and_what_was_asked_is_kept(recorder: Recorder) -> None:
-    told, patches, chosen = Told(), Patches(), shared_gpu.Devices(recorder, FIRST, 3)
-    patches.wrap(nn.parallel.DistributedDataParallel, "__init__", lambda _: shared_gpu._ddp(told.instead(None), chosen))
-    nn.parallel.DistributedDataParallel(nn.Linear(2, 2), device_ids=[2], output_device=2, broadcast_buffers=False)
-    patches.undo()
+def test_ddp_is_given_the_first_and_the_request_is_recorded(recorder: Recorder, told: Told) -> None:
+    DistributedDataParallel(nn.Linear(2, 2), device_ids=[2], output_device=2, broadcast_buffers=False)
     assert told[0][2:] == ([0], 0, False) and asked(recorder) == [("device_ids", 2)]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import init_process_group as join_group
 
 from audit.test_command import TRAIN, audit, names
-from lockstep.audit.emulate.spawn import _joins
+from lockstep.audit.emulate.spawn import _joins_group
 
 launching = ModuleType("launching")
 
@@ -113,12 +113,12 @@ HELPERS = {
 
 @pytest.mark.parametrize("task", RANKS)
 def test_what_joins_a_group_is_a_rank(task: str) -> None:
-    assert _joins(RANKS[task])
+    assert _joins_group(RANKS[task])
 
 
 @pytest.mark.parametrize("task", HELPERS)
 def test_what_joins_none_helps(task: str) -> None:
-    assert not _joins(HELPERS[task])
+    assert not _joins_group(HELPERS[task])
 
 
 @pytest.mark.slow
