@@ -32,6 +32,10 @@ class Patches:
         setattr(owner, name, kind(watched))
         self._undo.append(lambda: setattr(owner, name, before) if own else delattr(owner, name))
 
+    def intercept(self, owner: Any, name: str, function: Function) -> None:
+        """Replace `owner.name` by `function`, which gets the original before the arguments of the call."""
+        self.wrap(owner, name, lambda original: lambda *args, **kwargs: function(original, *args, **kwargs))
+
     def replace(self, owner: Any, name: str, value: Any) -> None:
         before = getattr(owner, name)
         setattr(owner, name, value)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -72,9 +73,9 @@ def install(recorder: Recorder, patches: Patches, count: int) -> None:
                 patches.wrap(owner, name, _returns(value))
     _patch_devices(patches, gpus)
     _patch_streams_and_types(patches)
-    patches.wrap(torch, "compile", _compile)
-    patches.wrap(torch.autocast, "__init__", _autocast)
-    patches.wrap(torch.amp.GradScaler, "__init__", _grad_scaler)
+    patches.intercept(torch, "compile", _compile)
+    patches.intercept(torch.autocast, "__init__", _autocast)
+    patches.intercept(torch.amp.GradScaler, "__init__", _grad_scaler)
     _patch_distributed(patches, gpus)
     _CpuRedirect(gpus).install(patches)
 
@@ -86,7 +87,9 @@ def _patch_devices(patches: Patches, gpus: VirtualGpus) -> None:
         patches.wrap(owner, set_device, lambda _: lambda device: gpus.set_current(device))
         patches.wrap(owner, current_device, lambda _: lambda: gpus.current)
         patches.replace(owner, context, gpus.context_manager(lambda: True))
-    patches.wrap(torch.accelerator, "current_accelerator", _current_accelerator)
+    patches.wrap(
+        torch.accelerator, "current_accelerator", lambda _: lambda *_, **__: _CUDA if _called_by_user() else None
+    )
 
 
 def _patch_streams_and_types(patches: Patches) -> None:
@@ -104,14 +107,15 @@ def _patch_streams_and_types(patches: Patches) -> None:
 
 def _patch_distributed(patches: Patches, gpus: VirtualGpus) -> None:
     for name in ("init_process_group", "new_group"):
-        patches.wrap(dist, name, _gloo)
+        patches.intercept(dist, name, _gloo_group)
     redirect_ddp(patches, gpus, lambda devices: None, lambda device: True)
-    patches.wrap(nn.SyncBatchNorm, "convert_sync_batchnorm", _sync_batchnorm)
+    patches.intercept(nn.SyncBatchNorm, "convert_sync_batchnorm", _sync_batchnorm)
     patches.when_imported(
         "torch.distributed.fsdp.fully_sharded_data_parallel", lambda module: _patch_fsdp(module, patches)
     )
     patches.when_imported(
-        "torch.distributed.checkpoint.state_dict_saver", lambda module: _patch_async_save(module, patches)
+        "torch.distributed.checkpoint.state_dict_saver",
+        lambda module: patches.intercept(module, "async_save", partial(_save_now, module.save)),
     )
 
 
@@ -119,10 +123,6 @@ def _called_by_user() -> bool:
     """Whether the script itself calls: neither a framework, which is told to use the CPU elsewhere, nor Lockstep."""
     file = sys._getframe(2).f_code.co_filename
     return not foreign(file) and not file.startswith(_LOCKSTEP)
-
-
-def _current_accelerator(original: Function) -> Function:
-    return lambda *args, **kwargs: _CUDA if _called_by_user() else None
 
 
 def _returns(value: Any) -> Function:
@@ -168,89 +168,66 @@ class _CpuRedirect(DeviceRedirect):
         )
 
 
-def _compile(original: Function) -> Function:
-    def compile(model: Any = None, **kwargs: Any) -> Any:
-        if isinstance(model, nn.Module):
-            vars(model)["_orig_mod"] = model  # not registered as a submodule
-        return model if model is not None else lambda function: function
-
-    return compile
+def _compile(original: Function, model: Any = None, **kwargs: Any) -> Any:
+    if isinstance(model, nn.Module):
+        vars(model)["_orig_mod"] = model  # not registered as a submodule
+    return model if model is not None else lambda function: function
 
 
-def _autocast(original: Function) -> Function:
-    def __init__(region: Any, /, device_type: str = "cuda", dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        region.asked_dtype = dtype or (torch.float16 if device_type == "cuda" else torch.bfloat16)
-        original(region, "cpu", torch.bfloat16, *args, **kwargs)
-
-    return __init__
-
-
-def _grad_scaler(original: Function) -> Function:
-    return lambda scaler, device="cuda", *args, **kwargs: original(scaler, "cpu", *args, **kwargs)
+def _autocast(
+    original: Function, region: Any, /, device_type: str = "cuda", dtype: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    region.asked_dtype = dtype or (torch.float16 if device_type == "cuda" else torch.bfloat16)
+    original(region, "cpu", torch.bfloat16, *args, **kwargs)
 
 
-def _gloo(original: Function) -> Function:
-    def make_group(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        args = tuple("gloo" if isinstance(a, str) and "nccl" in a else a for a in args)
-        if "nccl" in str(kwargs.get("backend")):
-            kwargs["backend"] = "gloo"
-        return original(*args, **kwargs)
+def _grad_scaler(original: Function, scaler: Any, /, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+    original(scaler, "cpu", *args, **kwargs)
 
-    return make_group
+
+def _gloo_group(original: Function, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("device_id", None)
+    args = tuple("gloo" if isinstance(a, str) and "nccl" in a else a for a in args)
+    if "nccl" in str(kwargs.get("backend")):
+        kwargs["backend"] = "gloo"
+    return original(*args, **kwargs)
 
 
 def _patch_fsdp(module: ModuleType, patches: Patches) -> None:
     """FSDP1 has all its tensors on the CPU already: no moves, no offload."""
     fsdp = module.FullyShardedDataParallel
-    patches.wrap(fsdp, "__init__", _fsdp_on_cpu)
-    patches.wrap(fsdp, "set_state_dict_type", _without_offload)
+    patches.intercept(fsdp, "__init__", _fsdp_on_cpu)
+    patches.intercept(fsdp, "set_state_dict_type", _without_offload)
     init_utils = sys.modules.get("torch.distributed.fsdp._init_utils")
     requires_gpu = "_check_module_states_for_sync_module_states"
     if hasattr(init_utils, requires_gpu):
         patches.wrap(init_utils, requires_gpu, _returns(None))
 
 
-def _fsdp_on_cpu(original: Function) -> Function:
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        if len(args) > 4:  # cpu_offload is positional: self, module, process_group, sharding_strategy, cpu_offload
-            args = (*args[:4], None, *args[5:])
-        else:
-            kwargs["cpu_offload"] = None
-        original(*args, **kwargs | {"device_id": _CPU})
-
-    return __init__
+def _fsdp_on_cpu(original: Function, *args: Any, **kwargs: Any) -> None:
+    if len(args) > 4:  # cpu_offload is positional: self, module, process_group, sharding_strategy, cpu_offload
+        args = (*args[:4], None, *args[5:])
+    else:
+        kwargs["cpu_offload"] = None
+    original(*args, **kwargs | {"device_id": _CPU})
 
 
-def _without_offload(original: Function) -> Function:
-    def set_state_dict_type(*args: Any, **kwargs: Any) -> Any:
-        for config in (*args, *kwargs.values()):
-            if getattr(config, "offload_to_cpu", False):
-                config.offload_to_cpu = False
-        return original(*args, **kwargs)
-
-    return set_state_dict_type
+def _without_offload(original: Function, *args: Any, **kwargs: Any) -> Any:
+    for config in (*args, *kwargs.values()):
+        if getattr(config, "offload_to_cpu", False):
+            config.offload_to_cpu = False
+    return original(*args, **kwargs)
 
 
-def _patch_async_save(module: ModuleType, patches: Patches) -> None:
-    """Save synchronously: here saving and training would use the same gloo group at the same time."""
-
-    def saving(original: Function) -> Function:
-        def async_save(state_dict: Any, **kwargs: Any) -> Any:
-            known = inspect.signature(module.save).parameters
-            future: Future[Any] = Future()
-            future.set_result(module.save(state_dict, **{k: v for k, v in kwargs.items() if k in known}))
-            return future
-
-        return async_save
-
-    patches.wrap(module, "async_save", saving)
+def _save_now(save: Function, original: Function, state_dict: Any, **kwargs: Any) -> Future[Any]:
+    """Save before returning: here saving and training would use the same gloo group at the same time."""
+    known = inspect.signature(save).parameters
+    future: Future[Any] = Future()
+    future.set_result(save(state_dict, **{k: v for k, v in kwargs.items() if k in known}))
+    return future
 
 
-def _sync_batchnorm(original: Function) -> Function:
-    def convert_sync_batchnorm(cls: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
-        parent = nn.Sequential(module)
-        share_batch_norm(parent)
-        return parent[0]
-
-    return convert_sync_batchnorm
+def _sync_batchnorm(original: Function, cls: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
+    parent = nn.Sequential(module)
+    share_batch_norm(parent)
+    return parent[0]

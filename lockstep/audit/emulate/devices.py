@@ -81,11 +81,8 @@ def is_cuda(value: Any) -> bool:
 def redirect_load(patches: Patches, redirect: Callable[[Any], Any]) -> None:
     """Let torch.load and torch.Generator use the device that `redirect` returns for the one they are given."""
 
-    def loading(original: Function) -> Function:
-        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            return original(f, redirect(map_location), *args, **kwargs)
-
-        return load
+    def load(original: Function, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(f, redirect(map_location), *args, **kwargs)
 
     class AnyGenerator(type):
         def __instancecheck__(cls, value: Any) -> bool:
@@ -96,7 +93,7 @@ def redirect_load(patches: Patches, redirect: Callable[[Any], Any]) -> None:
             return torch._C.Generator(redirect(device))
 
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"  # pickle finds the class by its name
-    patches.wrap(torch, "load", loading)
+    patches.intercept(torch, "load", load)
     patches.replace(torch, "Generator", Generator)
 
 
@@ -105,17 +102,21 @@ def redirect_ddp(
 ) -> None:
     """Let DDP use the device that `redirect` returns; record its first device id, if that is a request."""
 
-    def wrapping(original: Function) -> Function:
-        def __init__(
-            ddp: Any, /, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
-        ) -> None:
-            if device_ids and is_request(device_ids[0]):
-                gpus.recorder.write("device", op="device_ids", index=gpus.index(device_ids[0]))
-            original(ddp, module, redirect(device_ids), redirect(output_device), *args, **kwargs)
+    def init(
+        original: Function,
+        ddp: Any,
+        /,
+        module: Any,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if device_ids and is_request(device_ids[0]):
+            gpus.recorder.write("device", op="device_ids", index=gpus.index(device_ids[0]))
+        original(ddp, module, redirect(device_ids), redirect(output_device), *args, **kwargs)
 
-        return __init__
-
-    patches.wrap(DistributedDataParallel, "__init__", wrapping)
+    patches.intercept(DistributedDataParallel, "__init__", init)
 
 
 class DeviceRedirect(TorchFunctionMode):
@@ -129,46 +130,34 @@ class DeviceRedirect(TorchFunctionMode):
         """Redirect this thread, the threads that it starts, and what runs in the backward pass."""
         self.__enter__()
         patches.later(lambda: self.__exit__(None, None, None))
-        patches.wrap(threading.Thread, "_bootstrap_inner", self._in_this_mode)
-        patches.wrap(torch.autograd, "_engine_run_backward", self._in_this_mode)
-        patches.wrap(DeviceContext, "__init__", self._default_device)
+        patches.intercept(threading.Thread, "_bootstrap_inner", self._in_this_mode)
+        patches.intercept(torch.autograd, "_engine_run_backward", self._in_this_mode)
+        patches.intercept(DeviceContext, "__init__", self._default_device)
         patches.when_imported(
-            "torch.distributed.device_mesh", lambda module: patches.wrap(module.DeviceMesh, "__init__", self._mesh)
+            "torch.distributed.device_mesh", lambda module: patches.intercept(module.DeviceMesh, "__init__", self._mesh)
         )
 
-    def _in_this_mode(self, original: Function) -> Function:
+    def _in_this_mode(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """A mode is off in other threads, and in functions that it calls itself, like `Tensor.backward`."""
+        if any(isinstance(mode, DeviceRedirect) for mode in _get_current_function_mode_stack()):
+            return original(*args, **kwargs)
+        with type(self)(self.gpus):
+            return original(*args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(mode, DeviceRedirect) for mode in _get_current_function_mode_stack()):
-                return original(*args, **kwargs)
-            with type(self)(self.gpus):
-                return original(*args, **kwargs)
-
-        return call
-
-    def _default_device(self, original: Function) -> Function:
+    def _default_device(self, original: Function, context: Any, device: Any) -> None:
         """`set_default_device` and `with torch.device(…)` are modes above this one."""
+        if type(device) is int or is_cuda(device):
+            self.gpus.record_use(device)
+            device = self.gpus.target
+        original(context, device)
 
-        def __init__(context: Any, /, device: Any) -> None:
-            if type(device) is int or is_cuda(device):
-                self.gpus.record_use(device)
-                device = self.gpus.target
-            original(context, device)
-
-        return __init__
-
-    def _mesh(self, original: Function) -> Function:
+    def _mesh(self, original: Function, mesh: Any, /, device_type: str, *args: Any, **kwargs: Any) -> None:
         """A mesh sets the GPU of its local rank, unless the script has set or used one."""
-
-        def __init__(mesh: Any, /, device_type: str, *args: Any, **kwargs: Any) -> None:
-            if device_type == "cuda":
-                if not self.gpus.used and not self.gpus.is_set:
-                    self.gpus.set_current(int(os.environ.get("LOCAL_RANK", "0")))
-                device_type = self.gpus.target.type
-            original(mesh, device_type, *args, **kwargs)
-
-        return __init__
+        if device_type == "cuda":
+            if not self.gpus.used and not self.gpus.is_set:
+                self.gpus.set_current(int(os.environ.get("LOCAL_RANK", "0")))
+            device_type = self.gpus.target.type
+        original(mesh, device_type, *args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

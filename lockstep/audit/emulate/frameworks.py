@@ -7,7 +7,6 @@ import inspect
 import os
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from ..patch import Function, Patches
@@ -33,18 +32,12 @@ def install(recorder: Recorder, patches: Patches, nproc: int) -> None:
 def _patch(patches: Patches, module: str, name: str, change: Callable[[dict[str, Any]], None]) -> None:
     """Let `change` edit the arguments of the class's __init__, by name."""
 
-    def around(original: Function) -> Function:
-        def __init__(*args: Any, **kwargs: Any) -> None:
-            call = inspect.signature(original).bind(*args, **kwargs)
-            change(call.arguments)
-            original(*call.args, **call.kwargs)
+    def init(original: Function, *args: Any, **kwargs: Any) -> None:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        change(call.arguments)
+        original(*call.args, **call.kwargs)
 
-        return __init__
-
-    def wrap(imported: ModuleType) -> None:
-        patches.wrap(vars(imported)[name], "__init__", around)
-
-    patches.when_imported(module, wrap)
+    patches.when_imported(module, lambda imported: patches.intercept(vars(imported)[name], "__init__", init))
 
 
 def _accelerate(recorder: Recorder, arguments: dict[str, Any]) -> None:

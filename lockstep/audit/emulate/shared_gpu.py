@@ -30,41 +30,37 @@ def install(recorder: Recorder, patches: Patches, count: int) -> None:
     real_count = torch.cuda.device_count
     for owner, device_count, set_device, current_device, context in DEVICE_FUNCTIONS:
         patches.wrap(owner, device_count, lambda original: lambda: original() if _called_by_driver() else gpus.count)
-        patches.wrap(owner, set_device, lambda original: _set_device(original, gpus))
+        patches.intercept(owner, set_device, partial(_set_device, gpus))
         patches.wrap(owner, current_device, lambda original: lambda: original() if foreign(_caller()) else gpus.current)
         patches.replace(owner, context, gpus.context_manager(lambda: not _called_by_driver()))
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and "_get_device_index" in vars(module):
             patches.wrap(module, "_get_device_index", _get_device_index)
     for name in ("get_rng_state", "set_rng_state"):
-        patches.wrap(torch.cuda, name, _redirect_all)
-        patches.wrap(torch.cuda.random, name, _redirect_all)
-    patches.wrap(torch.storage._StorageBase, "to", _redirect_all)
+        patches.intercept(torch.cuda, name, _redirect_all)
+        patches.intercept(torch.cuda.random, name, _redirect_all)
+    patches.intercept(torch.storage._StorageBase, "to", _redirect_all)
     redirect_load(patches, _to_first)
     for name in ("init_process_group", "new_group", "barrier"):
-        patches.wrap(dist, name, _redirect_keywords)
+        patches.intercept(dist, name, _redirect_keywords)
     redirect_ddp(patches, gpus, _to_first, partial(_is_request, gpus))
     patches.when_imported(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
-        lambda module: patches.wrap(module.FullyShardedDataParallel, "__init__", partial(_fsdp, gpus)),
+        lambda module: patches.intercept(module.FullyShardedDataParallel, "__init__", partial(_fsdp, gpus)),
     )
-    patches.wrap(os, "putenv", lambda original: _putenv(original, gpus, real_count))
+    patches.intercept(os, "putenv", partial(_putenv, gpus, real_count))
     DeviceRedirect(gpus).install(patches)
 
 
-def _putenv(original: Function, gpus: VirtualGpus, real_count: Function) -> Function:
+def _putenv(gpus: VirtualGpus, real_count: Function, original: Function, name: Any, value: Any) -> None:
     """Initialise CUDA before a script sets CUDA_VISIBLE_DEVICES for each rank: there is only one GPU to select."""
-
-    def putenv(name: Any, value: Any) -> None:
-        visible = os.fsdecode(value).split(",")
-        has_effect = not torch.cuda.is_initialized() and not gpus.recorder.in_worker
-        if os.fsdecode(name) == "CUDA_VISIBLE_DEVICES" and visible[0] not in ("", "-1") and has_effect:
-            torch.cuda.init()
-            real_count()  # torch caches the result
-            gpus.count = len(visible)
-        original(name, value)
-
-    return putenv
+    visible = os.fsdecode(value).split(",")
+    has_effect = not torch.cuda.is_initialized() and not gpus.recorder.in_worker
+    if os.fsdecode(name) == "CUDA_VISIBLE_DEVICES" and visible[0] not in ("", "-1") and has_effect:
+        torch.cuda.init()
+        real_count()  # torch caches the result
+        gpus.count = len(visible)
+    original(name, value)
 
 
 def _caller() -> str:
@@ -80,13 +76,10 @@ def _called_by_driver() -> bool:
     return file.startswith(_DRIVERS) or generated(file)
 
 
-def _set_device(original: Function, gpus: VirtualGpus) -> Function:
-    def set_device(device: Any) -> None:
-        if not _called_by_driver():
-            gpus.set_current(device)
-        original(_FIRST)
-
-    return set_device
+def _set_device(gpus: VirtualGpus, original: Function, device: Any) -> None:
+    if not _called_by_driver():
+        gpus.set_current(device)
+    original(_FIRST)
 
 
 def _to_first(value: Any) -> Any:
@@ -104,29 +97,20 @@ def _get_device_index(original: Function) -> Function:
     return lambda *args, **kwargs: min(0, original(*args, **kwargs))  # -1: the CPU
 
 
-def _redirect_all(original: Function) -> Function:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {k: _to_first(v) if k == "device" else v for k, v in kwargs.items()}
-        return original(*(a if isinstance(a, torch.Tensor) else _to_first(a) for a in args), **kwargs)
-
-    return call
+def _redirect_all(original: Function, *args: Any, **kwargs: Any) -> Any:
+    kwargs = {k: _to_first(v) if k == "device" else v for k, v in kwargs.items()}
+    return original(*(a if isinstance(a, torch.Tensor) else _to_first(a) for a in args), **kwargs)
 
 
-def _redirect_keywords(original: Function) -> Function:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        devices = {k: _to_first(v) for k, v in kwargs.items() if k in ("device_id", "device_ids")}
-        return original(*args, **kwargs | devices)
-
-    return call
+def _redirect_keywords(original: Function, *args: Any, **kwargs: Any) -> Any:
+    devices = {k: _to_first(v) for k, v in kwargs.items() if k in ("device_id", "device_ids")}
+    return original(*args, **kwargs | devices)
 
 
-def _fsdp(gpus: VirtualGpus, original: Function) -> Function:
-    def __init__(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
-        if device_id is not None:
-            gpus.record_use(device_id)
-        original(*args, device_id=_to_first(device_id), **kwargs)
-
-    return __init__
+def _fsdp(gpus: VirtualGpus, original: Function, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    if device_id is not None:
+        gpus.record_use(device_id)
+    original(*args, device_id=_to_first(device_id), **kwargs)
 
 
 def _is_request(gpus: VirtualGpus, device: Any) -> bool:

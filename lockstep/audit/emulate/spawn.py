@@ -24,9 +24,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
     """Run what the script would start as its ranks in the ranks that exist; every process group is on this machine."""
     spawner = _Spawner(recorder)
     for name in ("spawn", "start_processes"):
-        patches.wrap(torch.multiprocessing, name, spawner.spawn)
-    patches.wrap(BaseProcess, "start", spawner.start)
-    patches.wrap(dist, "init_process_group", spawner.init_process_group)
+        patches.intercept(torch.multiprocessing, name, spawner.spawn)
+    patches.intercept(BaseProcess, "start", spawner.start)
+    patches.intercept(dist, "init_process_group", spawner.init_process_group)
 
 
 class _Spawner:
@@ -38,28 +38,24 @@ class _Spawner:
         self.rank_functions: list[Any] = []
         self.started, self.joined = 0, False
 
-    def spawn(self, original: Function) -> Function:
-        def spawn(fn: Function, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
-            if dist.is_initialized():  # these processes assist a rank, such as to prepare data
-                return original(fn, args, nprocs, *rest, **kwargs)
-            self.recorder.write("spawn", nprocs=nprocs)
-            if self.rank < nprocs:
-                fn(self.rank, *args)
-            return SimpleNamespace(join=lambda *_, **__: True, processes=[])
+    def spawn(
+        self, original: Function, fn: Function, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any
+    ) -> Any:
+        if dist.is_initialized():  # these processes assist a rank, such as to prepare data
+            return original(fn, args, nprocs, *rest, **kwargs)
+        self.recorder.write("spawn", nprocs=nprocs)
+        if self.rank < nprocs:
+            fn(self.rank, *args)
+        return SimpleNamespace(join=lambda *_, **__: True, processes=[])
 
-        return spawn
-
-    def start(self, original: Function) -> Function:
-        def start(process: Any) -> None:
-            if self.recorder.in_worker or foreign(sys._getframe(1).f_code.co_filename):
-                original(process)
-            elif self._is_rank(process):
-                self._run_rank(process)
-            else:
-                self.recorder.write("process")
-                original(process)
-
-        return start
+    def start(self, original: Function, process: Any) -> None:
+        if self.recorder.in_worker or foreign(sys._getframe(2).f_code.co_filename):
+            original(process)
+        elif self._is_rank(process):
+            self._run_rank(process)
+        else:
+            self.recorder.write("process")
+            original(process)
 
     def _is_rank(self, process: Any) -> bool:
         task = _task(process)
@@ -84,19 +80,18 @@ class _Spawner:
         self.joined = True
         return 0
 
-    def init_process_group(self, original: Function) -> Function:
-        def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
-            if not self.recorder.in_worker:
-                world = kwargs.get("world_size", args[1] if len(args) > 1 else -1)
-                self.recorder.write("meeting", world=world if isinstance(world, int) else -1)
-                port = next(self.ports)  # a new one for each group: ranks may still be leaving the last
-                with self.recorder.hide():  # not a setting of the script
-                    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                if str(init_method).startswith("tcp://"):
-                    init_method = f"tcp://127.0.0.1:{port}"
-            original(backend, init_method, *args, **kwargs)
-
-        return init_process_group
+    def init_process_group(
+        self, original: Function, backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if not self.recorder.in_worker:
+            world = kwargs.get("world_size", args[1] if len(args) > 1 else -1)
+            self.recorder.write("meeting", world=world if isinstance(world, int) else -1)
+            port = next(self.ports)  # a new one for each group: ranks may still be leaving the last
+            with self.recorder.hide():  # not a setting of the script
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            if str(init_method).startswith("tcp://"):
+                init_method = f"tcp://127.0.0.1:{port}"
+        original(backend, init_method, *args, **kwargs)
 
 
 def _task(process: Any) -> Any:
