@@ -1,7 +1,4 @@
-"""python -m lockstep.audit.call FILE FUNCTION: call a function of a file; the script that `assert_in_lockstep` audits.
-
-The file runs under another name than `__main__`, so that only the function is called.
-"""
+"""python -m lockstep.audit.call FILE FUNCTION: call a function of a file; the script that `assert_in_lockstep` audits."""
 
 import runpy
 import sys

@@ -115,7 +115,7 @@ def _patch_distributed(patches: Patches, gpus: VirtualGpus) -> None:
     )
     patches.when_imported(
         "torch.distributed.checkpoint.state_dict_saver",
-        lambda module: patches.intercept(module, "async_save", partial(_save_now, module.save)),
+        lambda module: patches.intercept(module, "async_save", partial(_save_now, module)),
     )
 
 
@@ -219,11 +219,11 @@ def _without_offload(original: Function, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def _save_now(save: Function, original: Function, state_dict: Any, **kwargs: Any) -> Future[Any]:
+def _save_now(saver: ModuleType, original: Function, state_dict: Any, **kwargs: Any) -> Future[Any]:
     """Save before returning: here saving and training would use the same gloo group at the same time."""
-    known = inspect.signature(save).parameters
+    known = inspect.signature(saver.save).parameters
     future: Future[Any] = Future()
-    future.set_result(save(state_dict, **{k: v for k, v in kwargs.items() if k in known}))
+    future.set_result(saver.save(state_dict, **{k: v for k, v in kwargs.items() if k in known}))
     return future
 
 
