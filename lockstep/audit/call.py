@@ -1,4 +1,4 @@
-"""python -m lockstep.audit.call FILE FUNCTION: call a function of a file; the script that `assert_in_lockstep` audits."""
+"""python -m lockstep.audit.call FILE FUNCTION: call a function of a file, for `assert_in_lockstep` to audit."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""When ranks count as hanging, and when they do not."""
+"""When the audit takes ranks to hang, and when not."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ from lockstep.audit.launcher import _Process as Process
 
 
 class Clock:
-    """A clock that a test sets, and what happens at its n-th reading."""
+    """A clock that a test sets, with an action at its n-th sleep."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: dict[int, Callable[[], object]]):
         self.now, self.polls, self.at = 0.0, 0, at
@@ -28,20 +28,18 @@ class Clock:
         self.at.get(self.polls, lambda: None)()
 
 
-def test_a_machine_that_stood_still_is_no_rank_that_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def stands_still() -> None:
+def test_a_suspended_machine_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def suspend() -> None:
         clock.now += 10_000
 
-    clock = Clock(monkeypatch, {3: stands_still, 6: (tmp_path / "rank0.done").touch})
+    clock = Clock(monkeypatch, {3: suspend, 6: (tmp_path / "rank0.done").touch})
     assert launcher._wait([Process(0, os.getpid(), tmp_path)], patience=5, limit=1e9, by_cpu=False) == "finished"
 
 
-def test_ranks_that_do_nothing_hang_after_as_long_as_the_audit_waits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_without_progress_hang_after_the_patience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     clock = Clock(monkeypatch, {20: lambda: (tmp_path / "rank0.jsonl").write_text("{}")})
     assert launcher._wait([Process(0, os.getpid(), tmp_path)], patience=5, limit=1e9, by_cpu=False) == "hung"
-    assert clock.now == pytest.approx(6, abs=0.2)  # from the last sign of life, which was after one second
+    assert clock.now == pytest.approx(6, abs=0.2)  # from the last record, which was written after one second
 
 
 @pytest.mark.parametrize(("waits_for_disk", "end"), [(False, "hung"), (True, "timed out")])
@@ -55,8 +53,8 @@ def test_a_rank_that_waits_for_a_disk_does_not_hang(
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="not Linux")
-def test_a_process_in_an_uninterruptible_wait_is_known() -> None:
-    """As one that waits for a disk; here, for a child that shares its memory, until that has ended."""
+def test_a_process_in_an_uninterruptible_wait_is_detected() -> None:
+    """As one that waits for a disk; here it waits for a vfork child."""
     pid = os.fork()
     if pid == 0:
         libc = ctypes.PyDLL(None)

@@ -59,30 +59,30 @@ def watched(world: World, through_wrapper: bool, raises: bool) -> tuple[list[str
     return [f.kind.name for f in found.findings], message, same
 
 
-def test_a_watched_script_that_is_sound_hears_nothing_and_is_left_as_it_was(ranks: Callable[[int], Ranks]) -> None:
+def test_a_correct_script_has_no_findings_and_its_patches_are_undone(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2)(watched, True, True) == [([], "", True)] * 2
 
 
 @pytest.mark.slow
-def test_all_ranks_hear_what_is_wrong(ranks: Callable[[int], Ranks]) -> None:
+def test_all_ranks_have_the_findings(ranks: Callable[[int], Ranks]) -> None:
     for names, message, same in ranks(2)(watched, False, True):
         assert names == ["unsynchronised"] and "goes around DDP" in message and same
     for names, message, _ in ranks(2)(watched, False, False):
         assert names == ["unsynchronised"] and not message
 
 
-LOOKS = {
+PROBES = {
     "training.sample_hashes": "Training._inputs",
     "context.checksums": "Training._sums",
     "data.sample_hashes": "Data._hashes",
 }
 
 
-@pytest.mark.parametrize("look", LOOKS)
-def test_a_probe_that_fails_does_not_end_what_it_watches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, look: str
+@pytest.mark.parametrize("function", PROBES)
+def test_a_probe_that_fails_does_not_end_the_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str
 ) -> None:
-    monkeypatch.setattr(f"lockstep.audit.probes.{look}", lambda things: 1 / 0)
+    monkeypatch.setattr(f"lockstep.audit.probes.{function}", lambda things: 1 / 0)
     recorder = Recorder(tmp_path, 0)
     patches = probes.install(recorder)
     try:
@@ -97,18 +97,18 @@ def test_a_probe_that_fails_does_not_end_what_it_watches(
     trace = Trace(read(tmp_path, 1, [0]))
     (step,) = trace.ranks[0].steps
     assert step["backwards"] == 1 and len(trace.ranks[0].of("batch")) == 1
-    assert trace.blind == [f"{LOOKS[look]}: ZeroDivisionError: division by zero"]
+    assert trace.blind == [f"{PROBES[function]}: ZeroDivisionError: division by zero"]
     assert any(trace.blind[0] in remark for remark in _remarks(trace, LaunchSpec(["train.py"], 1)))
     assert "no-steps" not in {f.kind.name for f in judge(trace)}
 
 
-def test_who_watches_hears_of_a_probe_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_warns_of_a_probe_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.audit.probes.training.sample_hashes", lambda things: 1 / 0)
     with pytest.warns(UserWarning, match=r"a probe failed.*Training._inputs"), watch(raises=False):
         model = nn.Linear(2, 1)
         torch.optim.SGD(model.parameters(), 0.1)
         model(torch.ones(3, 2)).sum().backward()
-    with pytest.raises(OutOfLockstep, match="no-steps"), watch() as watched:  # the worse news first
+    with pytest.raises(OutOfLockstep, match="no-steps"), watch() as watched:  # errors come before warnings
         torch.optim.SGD(model.parameters(), 0.1)
         model(torch.ones(3, 2)).sum().backward()
     assert watched.blind == ["Training._inputs: ZeroDivisionError: division by zero"]
@@ -127,13 +127,13 @@ class Thrice(Subset[Any]):
         return [self[index] for index in indices]
 
 
-def test_a_batch_that_no_index_tells_is_given_all_the_same() -> None:
+def test_a_batch_without_known_indices_is_still_delivered() -> None:
     with pytest.warns(UserWarning, match=r"Data._index: IndexError"), watch(raises=False):
         assert len(list(DataLoader(Thrice(TensorDataset(torch.ones(4)), [0, 1]), 2))) == 3
 
 
 class NoRate(torch.optim.SGD):
-    """One that finds its own rate, and says so with None."""
+    """One that sets its own learning rate, and has None in its group."""
 
     def __init__(self, parameters: Any):
         super().__init__(parameters, 0.1)
@@ -145,7 +145,7 @@ class NoRate(torch.optim.SGD):
 
 
 def unusual() -> None:
-    """All of it allowed, and nothing that a probe can look at as it does at others."""
+    """Valid uses of PyTorch that probes cannot examine in the usual way."""
     model, table = nn.Linear(2, 1), nn.Embedding(5, 2, sparse=True)
     per_sample = torch.func.vmap(torch.func.grad(lambda w, x: (x @ w).sum()), in_dims=(None, 0))
     through = torch.func.vmap(lambda x: torch.func.functional_call(model, dict(model.named_parameters()), (x,)))
@@ -159,13 +159,13 @@ def unusual() -> None:
         optimizer.step()
 
 
-def test_what_cannot_be_looked_at_is_passed_over() -> None:
+def test_unusual_calls_cause_no_finding_and_no_failure() -> None:
     with watch(raises=False) as watched:
         unusual()
     assert [f.kind.name for f in watched.findings] == [] and watched.blind == []
 
 
-def test_a_step_that_only_makes_the_optimizers_state_is_none() -> None:
+def test_a_step_that_only_creates_the_optimizer_state_is_not_counted() -> None:
     with watch(raises=False) as watched:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -205,8 +205,8 @@ def sharded(world: World, folder: Path) -> list[tuple[str, bool]]:
 
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         model.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
-        for part in (*model, model):
-            fully_shard(part)
+        for module in (*model, model):
+            fully_shard(module)
         model(torch.ones(3, 4)).sum().backward()
         for wrong in (torch.ones(3, 5), "fails in a hook, before the pass begins"):
             with pytest.raises((RuntimeError, AttributeError)):
@@ -218,29 +218,29 @@ def sharded(world: World, folder: Path) -> list[tuple[str, bool]]:
     return [(r["phase"], r["learning"]) for r in mine.of("forward")]
 
 
-def test_the_forward_pass_of_shards_is_on_record_once_also_after_one_that_failed(
+def test_the_forward_pass_of_fsdp_is_recorded_once_also_after_a_failed_one(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     assert ranks(2)(sharded, tmp_path) == [[("in", True), ("out", True)] * 4] * 2
 
 
-def sound() -> None:
+def correct() -> None:
     dist.init_process_group("gloo")
     train()
 
 
-def unsound() -> None:
+def buggy() -> None:
     dist.init_process_group("gloo")
     train(through_wrapper=False)
 
 
 @pytest.mark.slow
-def test_one_line_in_a_test_proves_a_training_function() -> None:
-    assert_in_lockstep(sound, nproc=2)
+def test_assert_in_lockstep_fails_for_a_buggy_function_only() -> None:
+    assert_in_lockstep(correct, nproc=2)
     with pytest.raises(AssertionError, match="unsynchronised"):
-        assert_in_lockstep(unsound, nproc=2)
+        assert_in_lockstep(buggy, nproc=2)
 
 
-def test_a_function_that_other_processes_cannot_call_is_refused() -> None:
+def test_a_function_that_other_processes_cannot_call_raises() -> None:
     with pytest.raises(ValueError, match="define it at the top level of a file"):
         assert_in_lockstep(lambda: None)

@@ -1,4 +1,4 @@
-"""The audit on a real GPU, which its ranks share when there is one only."""
+"""The audit on a real GPU, which all ranks share if there is only one."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def test_ranks_of_a_framework_train_together(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs one GPU only")
-def test_a_second_gpu_that_cannot_be_mapped_is_said(tmp_path: Path) -> None:
+def test_a_second_gpu_that_cannot_be_redirected_is_reported(tmp_path: Path) -> None:
     script = "import os, torch\ntorch._C._cuda_setDevice(int(os.environ['RANK']))\n"
     (tmp_path / "train.py").write_text(script)
     words = [sys.executable, "-m", "lockstep", "audit", "--device", "cuda", "--", "train.py"]

@@ -36,7 +36,7 @@ _CONSTANTS: tuple[tuple[Any, Any, tuple[str, ...]], ...] = (
     (torch.cuda, 0, ("initial_seed", "utilization", "get_sync_debug_mode")),
     (torch.cuda, True, ("is_bf16_supported",)),
     (torch.cuda, (8, 0), ("get_device_capability",)),
-    (torch.cuda, "CPU in the place of a GPU", ("get_device_name",)),
+    (torch.cuda, "CPU in place of a GPU", ("get_device_name",)),
     (
         torch.cuda,
         SimpleNamespace(name="CPU", total_memory=_MEMORY, major=8, minor=0, multi_processor_count=1, uuid="CPU"),

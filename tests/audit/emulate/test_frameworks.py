@@ -1,4 +1,4 @@
-"""Accelerate and Lightning as people call them, who have GPUs, on a machine without."""
+"""Accelerate and Lightning scripts for GPUs, on a machine without one."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ CASES = {
 
 
 def audit_of_case(case: str, folder: Path, device: str = "cpu") -> list[str]:
-    """What is found in a script of the zoo that was changed."""
+    """Return the findings in a modified script of the zoo."""
     script, changes, _ = CASES[case]
     text = script.read_text()
     for before, after in changes.items():

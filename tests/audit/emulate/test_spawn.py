@@ -1,4 +1,4 @@
-"""Ranks that a script starts itself are told from processes that help them."""
+"""Ranks that a script starts itself are distinguished from its other processes."""
 
 import sys
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def by_another_name(rank: int) -> None:
     join_group("gloo", rank=rank)
 
 
-def within() -> Any:
+def nested() -> Any:
     def begin(rank: int) -> None:
         setup(rank)
 
@@ -52,7 +52,7 @@ def within() -> Any:
     return work
 
 
-def helps(queue: Any) -> None:
+def serve(queue: Any) -> None:
     net = nn.Linear(2, 2).train(False)  # not the function of this name
     net.load_state_dict(queue.get())
 
@@ -93,36 +93,36 @@ class Monitor:
 RANKS = {
     "a function": train,
     "one of a module": by_module,
-    "a part of one": partial(partial(train), 1),
+    "a partial": partial(partial(train), 1),
     "a method": Trainer(2).run,
     "one that makes an object": makes_one,
     "one that calls its method": by_method,
     "one by another name": by_another_name,
-    "one within another": within(),
+    "one within another": nested(),
 }
-HELPERS = {
-    "a function": helps,
+OTHERS = {
+    "a function": serve,
     "a method": Trainer(2).report,
     "an object": Monitor(0.1),
     "one of Python's": print,
     "another": sys.exit,
     "nothing": None,
-    "a part": partial(print, "done"),
+    "a partial": partial(print, "done"),
 }
 
 
 @pytest.mark.parametrize("task", RANKS)
-def test_what_joins_a_group_is_a_rank(task: str) -> None:
+def test_a_task_that_joins_a_group_is_a_rank(task: str) -> None:
     assert _joins_group(RANKS[task])
 
 
-@pytest.mark.parametrize("task", HELPERS)
-def test_what_joins_none_helps(task: str) -> None:
-    assert not _joins_group(HELPERS[task])
+@pytest.mark.parametrize("task", OTHERS)
+def test_a_task_that_joins_no_group_is_none(task: str) -> None:
+    assert not _joins_group(OTHERS[task])
 
 
 @pytest.mark.slow
-def test_ranks_that_are_started_a_second_time_are_watched_too(tmp_path: Path) -> None:
+def test_ranks_that_are_started_a_second_time_are_audited_too(tmp_path: Path) -> None:
     one = TRAIN.replace("model(a)", "(model.module if around else model)(a)").replace(
         'dist.init_process_group("gloo")', 'dist.init_process_group("gloo", rank=rank, world_size=2)'
     )
@@ -140,17 +140,17 @@ def test_ranks_that_are_started_a_second_time_are_watched_too(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_processes_that_a_rank_spawns_later_are_its_helpers(tmp_path: Path) -> None:
+def test_processes_that_a_rank_spawns_later_are_not_ranks(tmp_path: Path) -> None:
     prepared = """if rank == 0:
         mp.spawn(prepare, nprocs=4)
     dist.barrier()
-    x = torch.cat([torch.load(f"{part}.pt") for part in range(4)]) + torch.arange(64.0).view(32, 2)"""
+    x = torch.cat([torch.load(f"{shard}.pt") for shard in range(4)]) + torch.arange(64.0).view(32, 2)"""
     train = TRAIN.replace("x = torch.arange(64.0).view(32, 2)", prepared).replace("\n    ", "\n        ")
     script = f"""
     import torch
     import torch.multiprocessing as mp
-    def prepare(part):
-        torch.save(torch.full((8, 2), float(part)), f"{{part}}.pt")
+    def prepare(shard):
+        torch.save(torch.full((8, 2), float(shard)), f"{{shard}}.pt")
     def main():
         {train}
     if __name__ == "__main__":
