@@ -1,13 +1,14 @@
-"""What being watched costs: the audit's probes, and the checks inside every run, as shares of a step of `dit`.
+"""The cost of the audit's probes and of the checks inside every run, as shares of a step of `dit`.
 
-python benchmarks/watching.py [flags of `lockstep train dit`]      # exit status 1 if it is more than we claim
+python benchmarks/watching.py [--rounds 5] [--steps 20] [flags of `lockstep train dit`]
 
-In each of a few processes steps that the probes see and steps that are hidden from them alternate, and are compared by
-the processor time they use, which other work on the machine hardly disturbs; in one thread, since threads that wait for
-each other use it too. On a GPU, where the processor waits, by the clock. The probes look most closely at the first
-steps, so it is the first twenty that count.
+Each round is a process in which steps that the probes record and steps that are hidden from them alternate. On a CPU
+they are compared by CPU time, which other work on the machine hardly changes, in one thread, since threads that wait
+for each other use CPU time too; on a GPU by wall time. The probes record most in the first steps: the first twenty
+count. The exit status is 1 if a share is above the claim.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -28,13 +29,20 @@ from lockstep.recipe import find
 from lockstep.run import settle
 from lockstep.trainer import Trainer
 
-ROUNDS, STEPS = 5, 20
 AUDIT, WATCH = 0.05, 0.005
-"""The shares of a step's time that we claim they stay below."""
+"""The claim: shares of the time of a step that they stay below."""
 
 
-def main(flags: list[str]) -> int:
-    rounds = [measure(flags) for _ in range(ROUNDS)]
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--rounds", type=int, default=5, help="processes to take the median of")
+    parser.add_argument("--steps", type=int, default=20, help="steps with probes and steps without, in each process")
+    parser.add_argument("--once", action="store_true", help="run one round in this process and print it as JSON")
+    options, flags = parser.parse_known_args(arguments)
+    if options.once:
+        print(json.dumps(once(options.steps, flags)))
+        return 0
+    rounds = [measure(options.steps, flags) for _ in range(options.rounds)]
     step, audit, check = (statistics.median(r[name] for r in rounds) for name in ("step", "audit", "check"))
     print(f"a step of dit: {1000 * step:.1f} ms")
     print(f"the audit's probes: {100 * audit:.2f} % of a step (claimed: below {100 * AUDIT:g} %)")
@@ -42,15 +50,16 @@ def main(flags: list[str]) -> int:
     return int(audit >= AUDIT or check >= WATCH)
 
 
-def measure(flags: list[str]) -> dict[str, float]:
-    command = [sys.executable, __file__, "--once", *flags]
+def measure(steps: int, flags: list[str]) -> dict[str, float]:
+    """Return the result of one round in a process of its own."""
+    command = [sys.executable, __file__, "--once", "--steps", str(steps), *flags]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def once(flags: list[str]) -> dict[str, float]:
-    """Seconds of a step; what probes add to it; the run's own checks, spread over the steps between two of them."""
+def once(steps: int, flags: list[str]) -> dict[str, float]:
+    """Return the seconds of a step, and as shares of it what the probes and the checks of the run add per step."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder), 0)
         probes.install(recorder)
@@ -62,15 +71,15 @@ def once(flags: list[str]) -> dict[str, float]:
         clock = timer(world.device)
         with recorder.hide():
             run.train_step()
-        hidden = seen = 0.0
-        for _ in range(STEPS):
+        hidden = recorded = 0.0
+        for _ in range(steps):
             with recorder.hide():
                 hidden += elapsed(clock, run.train_step)
-            seen += elapsed(clock, run.train_step)
+            recorded += elapsed(clock, run.train_step)
         checks = [elapsed(clock, lambda: run.watch.check(run.step)) for _ in range(20)]
-        step = hidden / STEPS
+        step = hidden / steps
         check = statistics.median(checks) / request.train.run.log_every
-        return {"step": step, "audit": seen / hidden - 1, "check": check / step}
+        return {"step": step, "audit": recorded / hidden - 1, "check": check / step}
 
 
 def timer(device: torch.device) -> Callable[[], float]:
@@ -91,7 +100,4 @@ def elapsed(clock: Callable[[], float], act: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--once"]:
-        print(json.dumps(once(sys.argv[2:])))
-    else:
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
