@@ -3,12 +3,14 @@
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 Function = Callable[..., Any]
+Arguments = dict[str, Any]
 
 
 class Patches:
@@ -35,6 +37,16 @@ class Patches:
     def intercept(self, owner: Any, name: str, function: Function) -> None:
         """Replace `owner.name` by `function`, which gets the original before the arguments of the call."""
         self.wrap(owner, name, lambda original: lambda *args, **kwargs: function(original, *args, **kwargs))
+
+    def edit_arguments(self, owner: Any, name: str, edit: Callable[[Arguments], None]) -> None:
+        """Let `edit` change the arguments of each call of `owner.name`, by the names of its parameters."""
+
+        def call(original: Function, *args: Any, **kwargs: Any) -> Any:
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            edit(bound.arguments)
+            return original(*bound.args, **bound.kwargs)
+
+        self.intercept(owner, name, call)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         before = getattr(owner, name)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...parallel import share_batch_norm
-from ..patch import Function, Patches
+from ..patch import Arguments, Function, Patches
 from ..trace import Recorder, foreign
 from .devices import DEVICE_FUNCTIONS, DeviceRedirect, VirtualGpus, redirect_ddp, redirect_load
 
@@ -74,8 +74,8 @@ def install(recorder: Recorder, patches: Patches, count: int) -> None:
     _patch_devices(patches, gpus)
     _patch_streams_and_types(patches)
     patches.intercept(torch, "compile", _compile)
-    patches.intercept(torch.autocast, "__init__", _autocast)
-    patches.intercept(torch.amp.GradScaler, "__init__", _grad_scaler)
+    patches.edit_arguments(torch.autocast, "__init__", _autocast)
+    patches.edit_arguments(torch.amp.GradScaler, "__init__", lambda arguments: arguments.update(device="cpu"))
     _patch_distributed(patches, gpus)
     _CpuRedirect(gpus).install(patches)
 
@@ -107,7 +107,7 @@ def _patch_streams_and_types(patches: Patches) -> None:
 
 def _patch_distributed(patches: Patches, gpus: VirtualGpus) -> None:
     for name in ("init_process_group", "new_group"):
-        patches.intercept(dist, name, _gloo_group)
+        patches.edit_arguments(dist, name, _gloo)
     redirect_ddp(patches, gpus, lambda devices: None, lambda device: True)
     patches.intercept(nn.SyncBatchNorm, "convert_sync_batchnorm", _sync_batchnorm)
     patches.when_imported(
@@ -174,49 +174,33 @@ def _compile(original: Function, model: Any = None, **kwargs: Any) -> Any:
     return model if model is not None else lambda function: function
 
 
-def _autocast(
-    original: Function, region: Any, /, device_type: str = "cuda", dtype: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    region.asked_dtype = dtype or (torch.float16 if device_type == "cuda" else torch.bfloat16)
-    original(region, "cpu", torch.bfloat16, *args, **kwargs)
+def _autocast(arguments: Arguments) -> None:
+    default = torch.float16 if arguments["device_type"] == "cuda" else torch.bfloat16
+    arguments["self"].asked_dtype = arguments.get("dtype") or default
+    arguments.update(device_type="cpu", dtype=torch.bfloat16)
 
 
-def _grad_scaler(original: Function, scaler: Any, /, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-    original(scaler, "cpu", *args, **kwargs)
-
-
-def _gloo_group(original: Function, *args: Any, **kwargs: Any) -> Any:
-    kwargs.pop("device_id", None)
-    args = tuple("gloo" if isinstance(a, str) and "nccl" in a else a for a in args)
-    if "nccl" in str(kwargs.get("backend")):
-        kwargs["backend"] = "gloo"
-    return original(*args, **kwargs)
+def _gloo(arguments: Arguments) -> None:
+    arguments.pop("device_id", None)
+    if "nccl" in str(arguments.get("backend")):
+        arguments["backend"] = "gloo"
 
 
 def _patch_fsdp(module: ModuleType, patches: Patches) -> None:
     """FSDP1 has all its tensors on the CPU already: no moves, no offload."""
     fsdp = module.FullyShardedDataParallel
-    patches.intercept(fsdp, "__init__", _fsdp_on_cpu)
-    patches.intercept(fsdp, "set_state_dict_type", _without_offload)
+    patches.edit_arguments(fsdp, "__init__", lambda arguments: arguments.update(cpu_offload=None, device_id=_CPU))
+    patches.edit_arguments(fsdp, "set_state_dict_type", _without_offload)
     init_utils = sys.modules.get("torch.distributed.fsdp._init_utils")
     requires_gpu = "_check_module_states_for_sync_module_states"
     if hasattr(init_utils, requires_gpu):
         patches.wrap(init_utils, requires_gpu, _returns(None))
 
 
-def _fsdp_on_cpu(original: Function, *args: Any, **kwargs: Any) -> None:
-    if len(args) > 4:  # cpu_offload is positional: self, module, process_group, sharding_strategy, cpu_offload
-        args = (*args[:4], None, *args[5:])
-    else:
-        kwargs["cpu_offload"] = None
-    original(*args, **kwargs | {"device_id": _CPU})
-
-
-def _without_offload(original: Function, *args: Any, **kwargs: Any) -> Any:
-    for config in (*args, *kwargs.values()):
+def _without_offload(arguments: Arguments) -> None:
+    for config in arguments.values():
         if getattr(config, "offload_to_cpu", False):
             config.offload_to_cpu = False
-    return original(*args, **kwargs)
 
 
 def _save_now(saver: ModuleType, original: Function, state_dict: Any, **kwargs: Any) -> Future[Any]:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ..patch import Function, Patches
+from ..patch import Arguments, Function, Patches
 from ..trace import Recorder
 
 DEVICE_FUNCTIONS = (
@@ -81,8 +81,8 @@ def is_cuda(value: Any) -> bool:
 def redirect_load(patches: Patches, redirect: Callable[[Any], Any]) -> None:
     """Let torch.load and torch.Generator use the device that `redirect` returns for the one they are given."""
 
-    def load(original: Function, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(f, redirect(map_location), *args, **kwargs)
+    def load(arguments: Arguments) -> None:
+        arguments["map_location"] = redirect(arguments.get("map_location"))
 
     class AnyGenerator(type):
         def __instancecheck__(cls, value: Any) -> bool:
@@ -93,7 +93,7 @@ def redirect_load(patches: Patches, redirect: Callable[[Any], Any]) -> None:
             return torch._C.Generator(redirect(device))
 
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"  # pickle finds the class by its name
-    patches.intercept(torch, "load", load)
+    patches.edit_arguments(torch, "load", load)
     patches.replace(torch, "Generator", Generator)
 
 
@@ -102,21 +102,13 @@ def redirect_ddp(
 ) -> None:
     """Let DDP use the device that `redirect` returns; record its first device id, if that is a request."""
 
-    def init(
-        original: Function,
-        ddp: Any,
-        /,
-        module: Any,
-        device_ids: Any = None,
-        output_device: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def init(arguments: Arguments) -> None:
+        device_ids = arguments.get("device_ids")
         if device_ids and is_request(device_ids[0]):
             gpus.recorder.write("device", op="device_ids", index=gpus.index(device_ids[0]))
-        original(ddp, module, redirect(device_ids), redirect(output_device), *args, **kwargs)
+        arguments.update(device_ids=redirect(device_ids), output_device=redirect(arguments.get("output_device")))
 
-    patches.intercept(DistributedDataParallel, "__init__", init)
+    patches.edit_arguments(DistributedDataParallel, "__init__", init)
 
 
 class DeviceRedirect(TorchFunctionMode):
@@ -134,7 +126,8 @@ class DeviceRedirect(TorchFunctionMode):
         patches.intercept(torch.autograd, "_engine_run_backward", self._in_this_mode)
         patches.intercept(DeviceContext, "__init__", self._default_device)
         patches.when_imported(
-            "torch.distributed.device_mesh", lambda module: patches.intercept(module.DeviceMesh, "__init__", self._mesh)
+            "torch.distributed.device_mesh",
+            lambda module: patches.edit_arguments(module.DeviceMesh, "__init__", self._mesh),
         )
 
     def _in_this_mode(self, original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -151,13 +144,12 @@ class DeviceRedirect(TorchFunctionMode):
             device = self.gpus.target
         original(context, device)
 
-    def _mesh(self, original: Function, mesh: Any, /, device_type: str, *args: Any, **kwargs: Any) -> None:
+    def _mesh(self, arguments: Arguments) -> None:
         """A mesh sets the GPU of its local rank, unless the script has set or used one."""
-        if device_type == "cuda":
+        if arguments["device_type"] == "cuda":
             if not self.gpus.used and not self.gpus.is_set:
                 self.gpus.set_current(int(os.environ.get("LOCAL_RANK", "0")))
-            device_type = self.gpus.target.type
-        original(mesh, device_type, *args, **kwargs)
+            arguments["device_type"] = self.gpus.target.type
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -3,13 +3,11 @@
 By default they would find no GPU, use one CPU process, and train separately in every rank.
 """
 
-import inspect
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from ..patch import Function, Patches
+from ..patch import Arguments, Patches
 from ..trace import Recorder
 
 _LIGHTNING = (
@@ -24,30 +22,23 @@ _BFLOAT16 = {16: "bf16-mixed", "16": "bf16-mixed", "16-mixed": "bf16-mixed", "16
 
 def install(recorder: Recorder, patches: Patches, nproc: int) -> None:
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    _patch(patches, "accelerate.accelerator", "Accelerator", partial(_accelerate, recorder))
+    _edit_init(patches, "accelerate.accelerator", "Accelerator", partial(_accelerate, recorder))
     for name, module in _LIGHTNING:
-        _patch(patches, module, name, partial(_lightning, recorder, nproc))
+        _edit_init(patches, module, name, partial(_lightning, recorder, nproc))
 
 
-def _patch(patches: Patches, module: str, name: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Let `change` edit the arguments of the class's __init__, by name."""
-
-    def init(original: Function, *args: Any, **kwargs: Any) -> None:
-        call = inspect.signature(original).bind(*args, **kwargs)
-        change(call.arguments)
-        original(*call.args, **call.kwargs)
-
-    patches.when_imported(module, lambda imported: patches.intercept(vars(imported)[name], "__init__", init))
+def _edit_init(patches: Patches, module: str, name: str, edit: Callable[[Arguments], None]) -> None:
+    patches.when_imported(module, lambda imported: patches.edit_arguments(vars(imported)[name], "__init__", edit))
 
 
-def _accelerate(recorder: Recorder, arguments: dict[str, Any]) -> None:
+def _accelerate(recorder: Recorder, arguments: Arguments) -> None:
     if not arguments.get("cpu"):
         _record_gpu(recorder)
     if str(arguments.get("mixed_precision")) == "fp16":
         arguments["mixed_precision"] = "bf16"
 
 
-def _lightning(recorder: Recorder, nproc: int, arguments: dict[str, Any]) -> None:
+def _lightning(recorder: Recorder, nproc: int, arguments: Arguments) -> None:
     if arguments.get("accelerator", "auto") not in ("auto", "gpu", "cuda"):
         return
     _record_gpu(recorder)

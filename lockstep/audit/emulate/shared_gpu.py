@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..patch import Function, Patches
+from ..patch import Arguments, Function, Patches
 from ..trace import OURS, Recorder, foreign, generated
 from .devices import DEVICE_FUNCTIONS, DeviceRedirect, VirtualGpus, is_cuda, redirect_ddp, redirect_load
 
@@ -42,11 +42,11 @@ def install(recorder: Recorder, patches: Patches, count: int) -> None:
     patches.intercept(torch.storage._StorageBase, "to", _redirect_all)
     redirect_load(patches, _to_first)
     for name in ("init_process_group", "new_group", "barrier"):
-        patches.intercept(dist, name, _redirect_keywords)
+        patches.edit_arguments(dist, name, _redirect_devices)
     redirect_ddp(patches, gpus, _to_first, partial(_is_request, gpus))
     patches.when_imported(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
-        lambda module: patches.intercept(module.FullyShardedDataParallel, "__init__", partial(_fsdp, gpus)),
+        lambda module: patches.edit_arguments(module.FullyShardedDataParallel, "__init__", partial(_fsdp, gpus)),
     )
     patches.intercept(os, "putenv", partial(_putenv, gpus, real_count))
     DeviceRedirect(gpus).install(patches)
@@ -102,15 +102,14 @@ def _redirect_all(original: Function, *args: Any, **kwargs: Any) -> Any:
     return original(*(a if isinstance(a, torch.Tensor) else _to_first(a) for a in args), **kwargs)
 
 
-def _redirect_keywords(original: Function, *args: Any, **kwargs: Any) -> Any:
-    devices = {k: _to_first(v) for k, v in kwargs.items() if k in ("device_id", "device_ids")}
-    return original(*args, **kwargs | devices)
+def _redirect_devices(arguments: Arguments) -> None:
+    arguments |= {k: _to_first(v) for k, v in arguments.items() if k in ("device_id", "device_ids")}
 
 
-def _fsdp(gpus: VirtualGpus, original: Function, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
-    if device_id is not None:
-        gpus.record_use(device_id)
-    original(*args, device_id=_to_first(device_id), **kwargs)
+def _fsdp(gpus: VirtualGpus, arguments: Arguments) -> None:
+    if arguments.get("device_id") is not None:
+        gpus.record_use(arguments["device_id"])
+    _redirect_devices(arguments)
 
 
 def _is_request(gpus: VirtualGpus, device: Any) -> bool:

@@ -1,5 +1,6 @@
 """Ranks that share one GPU see a GPU each. Fake tensors stand in for the GPU here."""
 
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         (DistributedDataParallel, {"__init__": None}),
     ):
         for name, answer in names.items():
-            monkeypatch.setattr(owner, name, calls.returning(answer))
+            real = getattr(owner, name)
+            monkeypatch.setattr(owner, name, functools.wraps(real)(calls.returning(answer)))
     return calls
 
 
