@@ -71,7 +71,7 @@ def test_a_process_in_an_uninterruptible_wait_is_detected() -> None:
         child = process.children()[0].pid
         assert Process(0, pid, Path()).waits_for_disk and not Process(0, child, Path()).waits_for_disk
     finally:
-        for process in (*psutil.Process(pid).children(), psutil.Process(pid)):
+        for process in (psutil.Process(pid), *psutil.Process(pid).children()):  # a parent that resumes would abort
             process.send_signal(signal.SIGKILL)
         os.waitpid(pid, 0)
 
