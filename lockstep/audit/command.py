@@ -1,6 +1,7 @@
 """lockstep audit: start any training script on a few ranks, watch it, say what is silently wrong with it."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -9,11 +10,24 @@ import torch
 import tyro
 
 from . import mapping, report
-from .catalog import Finding
-from .judge import judge
+from .events import (
+    Device,
+    FSDPInit,
+    InitGroup,
+    OptimizerInit,
+    PassStart,
+    ProcessStarted,
+    RankStarted,
+    Spawn,
+    TensorParallel,
+    Weights,
+)
+from .judges import judge
+from .model import Trace
 from .rank import Order
 from .ranks import watch_ranks
-from .trace import Trace, claim, where
+from .source import audit_package
+from .verdict import Verdict
 
 
 @dataclass
@@ -41,23 +55,8 @@ class Audit:
                 raise ValueError(f"{name} is at least {least}, not {getattr(self, name)}")
 
 
-_NOT_THERE = ("invalid device ordinal", "out of index range", "num_gpus INTERNAL ASSERT")
-"""What CUDA and torch say of a GPU that is not there."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What an audit found."""
-
-    words: list[str]
-    trace: Trace
-    findings: list[Finding]
-    notes: list[str]
-    """Where what was watched is not quite what the script would do elsewhere."""
-
-    @property
-    def status(self) -> int:
-        return int(any(f.severity == "error" for f in self.findings))
+_NO_SUCH_GPU = ("invalid device ordinal", "out of index range", "num_gpus INTERNAL ASSERT")
+"""In errors of CUDA and torch about a GPU that does not exist."""
 
 
 def audit(words: list[str]) -> int:
@@ -76,12 +75,12 @@ def audit(words: list[str]) -> int:
 def examine(script: list[str], options: Audit) -> Verdict:
     """Run the script and judge what its ranks did."""
     _check(script)
-    claim(script[1] if script[0] == "-m" else None)
+    audit_package(script[1] if script[0] == "-m" else None)
     order = _order(script, options)
     trace = watch_ranks(order, options.patience, options.limit)
     if _scales_by_world(trace, script) and order.nproc > 1:
-        trace.alone = watch_ranks(replace(order, nproc=1, steps=1), options.patience, options.limit)
-    return Verdict(script, trace, judge(trace), _remarks(trace, order))
+        trace.single = watch_ranks(replace(order, nproc=1, steps=1), options.patience, options.limit)
+    return Verdict(script, trace, judge(trace), list(_notes(trace, order)))
 
 
 def _check(script: list[str]) -> None:
@@ -103,56 +102,53 @@ def _order(script: list[str], options: Audit) -> Order:
     return Order(script, options.nproc, options.steps, mapped, shares)
 
 
-def _remarks(trace: Trace, order: Order) -> list[str]:
-    remarks = []
+def _notes(trace: Trace, order: Order) -> Iterator[str]:
+    """Where what was watched differs from what the script would do elsewhere, and what was not watched."""
     rank = trace.ranks[0]
     if trace.over:
-        remarks.append("the time was over (--limit) before the script ended; what is said holds up to there")
-    if order.mapped and rank.of("device"):
-        remarks.append(
-            "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"
-        )
-    if order.mapped and rank.of("device") and any(r.failed for r in trace.ranks):
-        remarks.append("the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda")
-    if order.shares_gpu and rank.of("device"):
-        remarks.append(
-            f"{order.nproc} ranks share one GPU, whichever of {order.nproc} they ask for (NCCL over sockets): timings "
-            "mean nothing"
-        )
-    said = " ".join(r.printed + (r.first("end") or {}).get("why", "") for r in trace.ranks if r.failed)
-    if order.shares_gpu and "out of memory" in said:
-        remarks.append("the memory of one GPU did not hold all ranks: try a smaller batch, or --device cpu")
-    if order.shares_gpu and any(words in said for words in _NOT_THERE):
-        remarks.append(
-            "the script reached for a second GPU in a way that is not mapped onto the first: try --device cpu"
-        )
-    remarks += [f"a probe failed, and what it looks at was not seen ({failure})" for failure in trace.blind]
-    if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
-        remarks.append("sharded parameters are each rank's own: their weights were not compared")
-    if group := rank.first("tensor_parallel"):
-        numbers = ", ".join(map(str, group["ranks"]))
-        remarks.append(f"ranks {numbers} hold parts of one layer: that they see the same samples is as it should be")
-    begun = max((s["nprocs"] for s in rank.of("spawn")), default=trace.world)
-    if rank.of("rank_started"):
-        begun = max(r[key] for kind, key in (("rank_started", "n"), ("meeting", "world")) for r in rank.of(kind))
-    if begun != trace.world:
-        remarks.append(
-            f"the script would start {begun} ranks itself (--nproc {begun}); it was watched on {trace.world}"
-        )
-    if started := rank.first("process"):
-        at = where(started)
-        remarks.append(f"the script starts processes of its own ({at}), which were not watched")
-    if any(r["workers"] and r["start"] not in (None, "fork") for r in rank.of("loader")):
-        remarks.append("loader workers that are not forked carry no probes: what they draw at random was not seen")
-    if rank.steps and not rank.of("loader"):
-        remarks.append("no DataLoader was used: which samples a rank saw is known only from the model's inputs")
-    return remarks
+        yield "the time was over (--limit) before the script ended; the findings hold up to there"
+    yield from _device_notes(trace, order)
+    for failure in trace.failed_probes:
+        yield f"a probe failed, and what it checks was not seen ({failure})"
+    if rank.first(FSDPInit) and any(not weights.checksums for weights in rank.of(Weights)):
+        yield "sharded parameters differ between ranks: their weights were not compared"
+    if parallel := rank.first(TensorParallel):
+        numbers = ", ".join(map(str, parallel.ranks))
+        yield f"ranks {numbers} hold parts of one layer: that they see the same samples is as it should be"
+    started = max((spawn.nprocs for spawn in rank.of(Spawn)), default=trace.world)
+    if rank.first(RankStarted):
+        started = max([e.n for e in rank.of(RankStarted)] + [e.world for e in rank.of(InitGroup)])
+    if started != trace.world:
+        yield f"the script would start {started} ranks itself (--nproc {started}); it was watched on {trace.world}"
+    if process := rank.first(ProcessStarted):
+        yield f"the script starts processes of its own ({process.at}), which were not watched"
+    if any(start.workers and start.start_method not in (None, "fork") for start in rank.of(PassStart)):
+        yield "loader workers that are not forked carry no probes: what they draw at random was not seen"
+    if rank.steps and not rank.first(PassStart):
+        yield "no DataLoader was used: which samples a rank saw is known only from the model's inputs"
+
+
+def _device_notes(trace: Trace, order: Order) -> Iterator[str]:
+    used, failed = trace.ranks[0].first(Device), [rank for rank in trace.ranks if rank.failed]
+    if order.mapped and used:
+        yield "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"
+        if failed:
+            yield "the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda"
+    if order.shares_gpu and used:
+        ranks = f"{order.nproc} ranks share one GPU, whichever of {order.nproc} they ask for"
+        yield f"{ranks} (NCCL over sockets): timings mean nothing"
+    if order.shares_gpu:
+        output = " ".join(rank.printed + rank.error for rank in failed)
+        if "out of memory" in output:
+            yield "the memory of one GPU did not hold all ranks: try a smaller batch, or --device cpu"
+        if any(message in output for message in _NO_SUCH_GPU):
+            yield "the script uses a second GPU in a way that is not mapped onto the first: try --device cpu"
 
 
 def _scales_by_world(trace: Trace, script: list[str]) -> bool:
-    """Whether the source multiplies a learning rate by the world: worth a second run on one rank to compare with."""
+    """Whether the source multiplies a learning rate by the world size: then a run on one rank is compared."""
     files = {script[0]} if Path(script[0]).is_file() else set()
-    files |= {r["at"][0] for r in trace.ranks[0].of("optimizer") if r.get("at")}
+    files |= {event.at.file for event in trace.ranks[0].of(OptimizerInit) if event.at}
     world = r"(world_?size|world|num_(gpus|processes|replicas)|n_?gpus?|get_world_size\(\)|device_count\(\))"
     pattern = re.compile(rf"lr\b[^\n]*\*=?[^\n]*{world}|{world}[^\n]*\*[^\n]*lr\b", re.IGNORECASE)
     return any(pattern.search(Path(f).read_text(errors="replace")) for f in files if Path(f).is_file())

@@ -9,8 +9,9 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from .events import Device
 from .probes.patch import Function, Patches
-from .trace import Recorder
+from .recorder import Recorder
 
 
 class Devices:
@@ -26,7 +27,7 @@ class Devices:
     def choose(self, device: Any) -> None:
         self._begun()
         self.current, self.is_set = self.index(device), True
-        self.recorder.write("device", op="set_device", index=self.current)
+        self.recorder.write(Device("set_device", self.current))
 
     def use(self, device: Any) -> None:
         self._begun()
@@ -36,7 +37,7 @@ class Devices:
             return  # where a tensor really is, beside which another is made: nothing that was asked for
         if index not in self.used:
             self.used.add(index)
-            self.recorder.write("device", op="use", index=index)
+            self.recorder.write(Device("use", index))
 
     def _begun(self) -> None:
         if self.place.type == "cpu":  # elsewhere a tensor says itself whether it is on a GPU

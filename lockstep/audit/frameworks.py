@@ -10,8 +10,9 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from .events import Device
 from .probes.patch import Function, Patches
-from .trace import Recorder
+from .recorder import Recorder
 
 _LIGHTNING = (
     ("Trainer", "lightning.pytorch.trainer.trainer"),
@@ -41,7 +42,7 @@ def _accelerate(recorder: Recorder, original: Function) -> Function:
         asked = inspect.signature(original).bind(accelerator, *args, **kwargs)
         if not asked.arguments.get("cpu"):
             recorder.on_gpu = True
-            recorder.write("device", op="framework", index=-1)
+            recorder.write(Device("framework", -1))
         if str(asked.arguments.get("mixed_precision")) == "fp16":
             asked.arguments["mixed_precision"] = "bf16"
         original(*asked.args, **asked.kwargs)
@@ -54,7 +55,7 @@ def _lightning(recorder: Recorder, ranks: int, original: Function) -> Function:
         asked = inspect.signature(original).bind(trainer, *args, **kwargs)
         if asked.arguments.get("accelerator", "auto") in ("auto", "gpu", "cuda"):
             recorder.on_gpu = True
-            recorder.write("device", op="framework", index=-1)
+            recorder.write(Device("framework", -1))
             asked.arguments["accelerator"] = "cpu"
             devices = asked.arguments.get("devices", "auto")
             if devices not in (1, "1") and not (isinstance(devices, list) and len(devices) == 1):  # not to train alone

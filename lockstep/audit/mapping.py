@@ -22,8 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..parallel import share_batch_norm
 from .devices import Devices, Instead, generator_on
+from .events import Device
 from .probes.patch import Function, Patches
-from .trace import Recorder, foreign
+from .recorder import Recorder
+from .source import foreign
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _LOCKSTEP = str(Path(__file__).parents[1]) + os.sep
@@ -220,7 +222,7 @@ def _wrap(original: Function, chosen: Devices) -> Function:
         wrapper: Any, /, module: nn.Module, device_ids: Any = None, output: Any = None, *a: Any, **kw: Any
     ) -> None:
         if device_ids:
-            chosen.recorder.write("device", op="device_ids", index=chosen.index(device_ids[0]))
+            chosen.recorder.write(Device("device_ids", chosen.index(device_ids[0])))
         kw.pop("output_device", None)
         original(wrapper, module, None, None, *a, **kw)
 

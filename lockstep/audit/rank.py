@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from . import frameworks, mapping, probes, sharing
-from .source import declared_flag
-from .trace import SHARING, Recorder, Site, foreign
+from .events import End, Start, StepLimit
+from .recorder import Recorder
+from .source import Site, declared_flag, foreign
 
 _exit = os._exit
 _DEATH_OF_PARENT = 1
@@ -81,7 +82,7 @@ def _environment(order: Order, rank: int, port: int) -> None:
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.nproc)))
     if order.shares_gpu:
-        os.environ["NCCL_HOSTID"] = f"{SHARING}{rank}"
+        os.environ["NCCL_HOSTID"] = f"lockstep-audit-rank-{rank}"
 
 
 def _run(order: Order, recorder: Recorder, folder: Path) -> int:
@@ -95,7 +96,7 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
     probes.install(recorder, order.steps, lambda: _enough(recorder, folder))
     patches.wrap(os, "_exit", lambda original: lambda status: _leave(recorder, folder, status))
     words = order.words
-    recorder.write("start", None, argv=words, environment=_settings())
+    recorder.write(Start(_settings(), order.shares_gpu))
     try:
         if words[0] == "-m":
             sys.path.insert(0, str(Path.cwd()))
@@ -105,19 +106,19 @@ def _run(order: Order, recorder: Recorder, folder: Path) -> int:
             sys.argv = [words[0], *_old_flag(words), *words[1:]]
             sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")
-        recorder.write("end", None, how="done", status=0)
+        recorder.write(End("done", 0))
         return 0
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            recorder.write("end", None, how="exit", status=end.code or 0)
+            recorder.write(End("exit", end.code or 0))
             return end.code or 0
         os.write(2, f"{end.code}\n".encode())  # as Python does it
-        recorder.write("end", _last_line(end), how="exit", status=1, why=str(end.code)[:2000] or "SystemExit")
+        recorder.write(End("exit", 1, str(end.code)[:2000] or "SystemExit", at=_last_line(end)))
         return 1
     except BaseException as error:
         sys.stdout.flush()
         os.write(2, traceback.format_exc().encode())  # the script may have silenced print on all ranks but one
-        recorder.write("end", _last_line(error), how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
+        recorder.write(End("crash", 1, f"{type(error).__name__}: {error}"[:2000], at=_last_line(error)))
         return 1
 
 
@@ -157,12 +158,12 @@ def _leave(recorder: Recorder, folder: Path, status: int) -> NoReturn:
     """For `os._exit` of the script, but not of a process that it forked."""
     if recorder.in_worker:
         _exit(status)
-    recorder.write("end", None, how="exit", status=status)
+    recorder.write(End("exit", status))
     _through(recorder, folder, status)
 
 
 def _enough(recorder: Recorder, folder: Path) -> NoReturn:
-    recorder.write("enough")
+    recorder.write(StepLimit())
     _through(recorder, folder, 0)
 
 

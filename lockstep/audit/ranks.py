@@ -19,8 +19,9 @@ from typing import Literal
 import psutil
 
 from . import rank as one
+from .model import Trace, read_ranks
 from .rank import Order
-from .trace import Site, Trace, foreign, read
+from .source import Site, foreign
 
 _POLL = 0.05
 _BUSY = 0.02
@@ -42,7 +43,7 @@ def watch_ranks(order: Order, patience: float, limit: float) -> Trace:
             for pid in pids if end != "through" else []:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
-            ranks = read(folder, order.nproc, statuses)
+            ranks = read_ranks(folder, order.nproc, statuses)
             (folder / one.GO).touch()
         for number, stack in stacks.items():
             ranks[number].stack = stack

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .devices import Devices, Instead, generator_on, is_cuda
+from .events import Device
 from .probes.patch import Function, Patches
-from .trace import OURS, Recorder, foreign, generated
+from .recorder import Recorder
+from .source import OURS, foreign, generated
 
 _FIRST = torch.device("cuda", 0)
 _PACKAGES = Path(torch.__file__).parents[1]
@@ -145,7 +147,7 @@ def _ddp(original: Function, chosen: Devices) -> Function:
     ) -> None:
         real = bool(device_ids) and (chosen.index(device_ids[0]) or chosen.current == 0)
         if device_ids and (real or (type(device_ids[0]) is int and not foreign(_asker()))):
-            chosen.recorder.write("device", op="device_ids", index=chosen.index(device_ids[0]))
+            chosen.recorder.write(Device("device_ids", chosen.index(device_ids[0])))
         original(wrapper, module, _first(device_ids), _first(output_device), *a, **kw)
 
     return __init__

@@ -68,7 +68,7 @@ def test_a_script_with_an_error_has_status_1_and_is_told_where_and_why(tmp_path:
     done = audit(tmp_path, TRAIN.replace("model(a)", "model.module(a)"))
     assert done.returncode == 1 and names(tmp_path) == ["unsynchronised"]
     (found,) = json.loads((tmp_path / "audit.json").read_text())["findings"]
-    assert found["line"] == line_of(tmp_path, "model.module(a)") and found["why"] and found["mend"]
+    assert found["line"] == line_of(tmp_path, "model.module(a)") and found["why"] and found["fix"]
     assert "train.py" in done.stdout and ".module" in done.stdout
 
 

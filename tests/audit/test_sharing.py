@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.audit import mapping, sharing
+from lockstep.audit.events import Device
 from lockstep.audit.probes.patch import Patches
-from lockstep.audit.trace import Recorder, lines
+from lockstep.audit.recorder import Recorder, decode
 
 FIRST = torch.device("cuda", 0)
 
@@ -51,9 +52,8 @@ def recorder(tmp_path: Path, told: Told) -> Iterator[Recorder]:
 
 
 def asked(recorder: Recorder) -> list[tuple[str, int]]:
-    return [
-        (r["op"], r["index"]) for r in lines((recorder.folder / "rank1.jsonl").read_text()) if r["kind"] == "device"
-    ]
+    events = decode((recorder.folder / "rank1.jsonl").read_text())
+    return [(event.op, event.index) for event in events if isinstance(event, Device)]
 
 
 WAYS = {

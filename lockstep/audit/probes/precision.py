@@ -6,20 +6,20 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from .context import Context
-from .patch import Function, Patches
+from ..events import Autocast, Clip, Scaler
+from .context import Context, index_of
+from .patch import Function
 
 
-def install(context: Context, patches: Patches) -> None:
+def install(context: Context) -> None:
     probe = Precision(context)
-    patches.wrap(torch.autocast, "__enter__", probe.autocast)
-    scaler = torch.amp.GradScaler
-    patches.wrap(scaler, "__init__", probe.scaler)
+    context.watch(torch.autocast, "__enter__", probe.autocast)
+    context.watch(torch.amp.GradScaler, "__init__", probe.new_scaler)
     for name in ("scale", "unscale_", "step", "update"):
-        patches.wrap(scaler, name, partial(probe.scaling, name))
+        context.watch(torch.amp.GradScaler, name, partial(probe.scaler, name))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         for owner in (clip_grad, torch.nn.utils):
-            patches.wrap(owner, name, probe.clip)
+            context.watch(owner, name, probe.clip)
 
 
 class Precision:
@@ -30,46 +30,33 @@ class Precision:
         self.dtypes: set[str] = set()
         self.scalers: list[Any] = []
 
-    def autocast(self, original: Function) -> Function:
-        def __enter__(region: Any) -> Any:
-            if not torch.compiler.is_compiling() and region._enabled and torch.is_grad_enabled():
-                dtype = str(getattr(region, "asked_dtype", region.fast_dtype)).removeprefix("torch.")
-                if dtype not in self.dtypes and not self.recorder.is_hidden:
-                    self.dtypes.add(dtype)
-                    self.recorder.write("autocast", dtype=dtype)
-            return original(region)
+    def autocast(self, original: Function, region: Any) -> Any:
+        if region._enabled and torch.is_grad_enabled():
+            dtype = str(getattr(region, "asked_dtype", region.fast_dtype)).removeprefix("torch.")
+            if dtype not in self.dtypes:
+                self.dtypes.add(dtype)
+                self.recorder.write(Autocast(dtype))
+        return original(region)
 
-        return __enter__
+    def new_scaler(self, original: Function, scaler: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        self.recorder.write(Scaler("__init__", index_of(self.scalers, scaler)))
 
-    def scaler(self, original: Function) -> Function:
-        def __init__(scaler: Any, /, *args: Any, **kwargs: Any) -> None:
-            original(scaler, *args, **kwargs)
-            self.scalers.append(scaler)
-            self.recorder.write("scaler", op="new", n=len(self.scalers) - 1, enabled=scaler.is_enabled())
-
-        return __init__
-
-    def scaling(self, name: str, original: Function) -> Function:
-        def act(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.context.hidden or not scaler.is_enabled():
-                return original(scaler, *args, **kwargs)
-            number = next((n for n, s in enumerate(self.scalers) if s is scaler), -1)
-            if name == "scale":
-                self.context.scaler_at_work = True
-            self.recorder.write("scaler", op=name, n=number)
-            result = original(scaler, *args, **kwargs)
-            if name == "update":
-                with self.recorder.hide():
-                    self.recorder.write("scale", n=number, value=scaler.get_scale())
-            return result
-
-        return act
-
-    def clip(self, original: Function) -> Function:
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            if not self.context.hidden:
-                self.recorder.write("clip")
+    def scaler(self, op: str, original: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, *args, **kwargs)
+        event = Scaler(op, index_of(self.scalers, scaler))
+        self.context.loss_is_scaled |= op == "scale"
+        if op != "update":
+            self.recorder.write(event)
+        result = original(scaler, *args, **kwargs)
+        if op == "update":
             with self.recorder.hide():
-                return original(*args, **kwargs)
+                event.scale = scaler.get_scale()
+            self.recorder.write(event)
+        return result
 
-        return clip
+    def clip(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self.recorder.write(Clip())
+        with self.recorder.hide():
+            return original(*args, **kwargs)

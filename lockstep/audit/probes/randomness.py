@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .context import Context, careful, worth_a_look
+from ..events import RandomDraw
+from .context import Context, never_raises, should_sample
 from .patch import Function, Patches
 from .tensors import readable
 
@@ -16,38 +17,43 @@ _FEWEST = 8
 _PER_STEP = 3
 
 
-def install(context: Context, patches: Patches) -> None:
-    drawn = {"step": -1, "count": 0}
-
-    def watched(name: str, original: Function) -> Function:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if context.hidden or context.in_loader or context.recorder.in_worker or not context.forwards:
-                return result
-            step = context.steps + 1
-            if step != drawn["step"]:
-                drawn.update(step=step, count=0)
-            known = isinstance(result, Tensor) and readable(result) and result.numel() >= _FEWEST
-            if known and torch.is_grad_enabled() and worth_a_look(step) and drawn["count"] < _PER_STEP:
-                drawn["count"] += 1
-                _noise(context, result, fn=name, step=step, n=drawn["count"])
-            return result
-
-        return draw
-
+def install(context: Context) -> None:
+    probe = Randomness(context)
     for name in _FUNCTIONS:
-        patches.wrap(torch, name, partial(watched, name))
-        _let_scripts_call(getattr(torch, name), f"aten::{name}", patches)
+        context.watch(torch, name, partial(probe.draw, name))
+        _register_with_torchscript(getattr(torch, name), f"aten::{name}", context.patches)
 
 
-def _let_scripts_call(watched: Function, operator: str, patches: Patches) -> None:
+class Randomness:
+    """State of the probes of one rank's random draws."""
+
+    def __init__(self, context: Context):
+        self.context, self.recorder = context, context.recorder
+        self.step, self.count = -1, 0
+        """The current step, and how many draws of it were recorded."""
+
+    def draw(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        context = self.context
+        if context.in_loader or self.recorder.in_worker or not context.forwards or not torch.is_grad_enabled():
+            return result
+        step = context.steps + 1
+        if step != self.step:
+            self.step, self.count = step, 0
+        if should_sample(step) and self.count < _PER_STEP and isinstance(result, Tensor):
+            self._record(name, result)
+        return result
+
+    @never_raises
+    def _record(self, name: str, drawn: Tensor) -> None:
+        if readable(drawn) and drawn.numel() >= _FEWEST:
+            self.count += 1
+            checksum = self.context.checksums({"drawn": drawn})["drawn"]
+            self.recorder.write(RandomDraw(self.step, self.count, name, list(drawn.shape), checksum))
+
+
+def _register_with_torchscript(watched: Function, operator: str, patches: Patches) -> None:
     """TorchScript knows torch's functions by their ids."""
     table = torch.jit._builtins._get_builtin_table()
     table[id(watched)] = operator
     patches.later(lambda: table.pop(id(watched)))
-
-
-@careful
-def _noise(context: Context, drawn: Tensor, **seen: Any) -> None:
-    total = context.sums({"drawn": drawn})["drawn"]
-    context.recorder.write("draw", shape=list(drawn.shape), sum=total, **seen)

@@ -14,7 +14,9 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing
 
-from ..trace import Recorder, foreign
+from ..events import InitGroup, ProcessStarted, RankStarted, Spawn
+from ..recorder import Recorder
+from ..source import foreign
 from .patch import Function, Patches
 
 _DEPTH = 4
@@ -33,7 +35,7 @@ def start_ranks_here(patches: Patches, recorder: Recorder) -> None:
         def spawn(fn: Function, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
             if dist.is_initialized():  # the ranks are there: these are to help one of them
                 return original(fn, args, nprocs, *rest, **kwargs)
-            recorder.write("spawn", nprocs=nprocs)
+            recorder.write(Spawn(nprocs))
             if rank < nprocs:
                 fn(rank, *args)
             return SimpleNamespace(join=lambda *_, **__: True, processes=[])
@@ -49,12 +51,12 @@ def start_ranks_here(patches: Patches, recorder: Recorder) -> None:
                 ranks.append(_function(task))
                 _never_starts(process, round_)
                 number = round_.next()
-                recorder.write("rank_started", n=number + 1)
+                recorder.write(RankStarted(number + 1))
                 if number == rank:
                     process.run()
                 return
             if own:
-                recorder.write("process")
+                recorder.write(ProcessStarted())
             original(process)
 
         return start
@@ -63,7 +65,7 @@ def start_ranks_here(patches: Patches, recorder: Recorder) -> None:
         def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
             if not recorder.in_worker:
                 world = kwargs.get("world_size", args[1] if len(args) > 1 else -1)
-                recorder.write("meeting", world=world if isinstance(world, int) else -1)
+                recorder.write(InitGroup(world if isinstance(world, int) else -1))
                 port = next(meetings)  # one for each: at the last one some may still be leaving
                 with recorder.hide():  # this is no setting of the script's
                     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
