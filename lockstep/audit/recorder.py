@@ -69,20 +69,19 @@ class Recorder:
 
 
 def encode(event: Event) -> str:
-    """The line of an event. A field that is None is left out: it is the default wherever it is allowed."""
+    """The line of an event: its kind and the values of its fields, in their order."""
     kind = type(event).__name__
-    values = zip(_NAMES[kind], _VALUES[kind](event), strict=True)
-    return _JSON.encode({"kind": kind, **{name: value for name, value in values if value is not None}})
+    return _JSON.encode((kind, *_VALUES[kind](event)))
 
 
 def decode(text: str) -> list[Event]:
-    """The events of a file, without unknown fields, and without a line that was cut off when its process ended."""
+    """The events of a file, without values of unknown fields and without a line that was cut off when its process
+    ended."""
     events = []
     for line in text.splitlines():
         try:
-            values = json.loads(line)
-            kind = values["kind"]
-            event = KINDS[kind](**{name: value for name, value in values.items() if name in _NAMES[kind]})
+            kind, *values = json.loads(line)
+            event = KINDS[kind](**dict(zip(_NAMES[kind], values, strict=False)))
         except (ValueError, KeyError, TypeError):
             continue
         event.at = Site(*event.at) if event.at else None

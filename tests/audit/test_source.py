@@ -59,8 +59,8 @@ def test_a_script_that_does_not_ask_it(tmp_path: Path, way: str) -> None:
 
 OF_THE_RANK = (
     "rank == 0", "local_rank", "not is_main", "dist.get_rank() == 0", "accelerator.is_main_process", "args.rank == 0",
-    "self.global_rank < 1", "int(os.environ['RANK']) == 0", "os.environ.get('SLURM_PROCID') == '0'", "RANK != 0", "isMaster",
-    "trainer.is_global_zero", "master_process and step % 10 == 0", "jax.process_index() == 0",
+    "self.global_rank < 1", "int(os.environ['RANK']) == 0", "os.environ.get('SLURM_PROCID') == '0'", "RANK != 0",
+    "isMaster", "trainer.is_global_zero", "master_process and step % 10 == 0", "jax.process_index() == 0",
     "rank0", "leader", "is_local_main_process()", "state.is_world_process_zero",
 )  # fmt: skip
 NOT_OF_THE_RANK = (
