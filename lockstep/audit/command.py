@@ -9,19 +9,7 @@ from typing import Literal
 import torch
 import tyro
 
-from . import mapping, report
-from .events import (
-    Device,
-    FSDPInit,
-    InitGroup,
-    OptimizerInit,
-    PassStart,
-    ProcessStarted,
-    RankStarted,
-    Spawn,
-    TensorParallel,
-    Weights,
-)
+from . import events, mapping, report
 from .judges import judge
 from .model import Trace
 from .rank import Order
@@ -110,26 +98,26 @@ def _notes(trace: Trace, order: Order) -> Iterator[str]:
     yield from _device_notes(trace, order)
     for failure in trace.failed_probes:
         yield f"a probe failed, and what it checks was not seen ({failure})"
-    if rank.first(FSDPInit) and any(not weights.checksums for weights in rank.of(Weights)):
+    if rank.first(events.FSDPInit) and any(not weights.checksums for weights in rank.of(events.Weights)):
         yield "sharded parameters differ between ranks: their weights were not compared"
-    if parallel := rank.first(TensorParallel):
+    if parallel := rank.first(events.TensorParallel):
         numbers = ", ".join(map(str, parallel.ranks))
         yield f"ranks {numbers} hold parts of one layer: that they see the same samples is as it should be"
-    started = max((spawn.nprocs for spawn in rank.of(Spawn)), default=trace.world)
-    if rank.first(RankStarted):
-        started = max([e.n for e in rank.of(RankStarted)] + [e.world for e in rank.of(InitGroup)])
+    started = max((spawn.nprocs for spawn in rank.of(events.Spawn)), default=trace.world)
+    if rank.first(events.RankStarted):
+        started = max([e.n for e in rank.of(events.RankStarted)] + [e.world for e in rank.of(events.InitGroup)])
     if started != trace.world:
         yield f"the script would start {started} ranks itself (--nproc {started}); it was watched on {trace.world}"
-    if process := rank.first(ProcessStarted):
+    if process := rank.first(events.ProcessStarted):
         yield f"the script starts processes of its own ({process.at}), which were not watched"
-    if any(start.workers and start.start_method not in (None, "fork") for start in rank.of(PassStart)):
+    if any(start.workers and start.start_method not in (None, "fork") for start in rank.of(events.PassStart)):
         yield "loader workers that are not forked carry no probes: what they draw at random was not seen"
-    if rank.steps and not rank.first(PassStart):
+    if rank.steps and not rank.first(events.PassStart):
         yield "no DataLoader was used: which samples a rank saw is known only from the model's inputs"
 
 
 def _device_notes(trace: Trace, order: Order) -> Iterator[str]:
-    used, failed = trace.ranks[0].first(Device), [rank for rank in trace.ranks if rank.failed]
+    used, failed = trace.ranks[0].first(events.Device), [rank for rank in trace.ranks if rank.failed]
     if order.mapped and used:
         yield "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"
         if failed:
@@ -148,7 +136,7 @@ def _device_notes(trace: Trace, order: Order) -> Iterator[str]:
 def _scales_by_world(trace: Trace, script: list[str]) -> bool:
     """Whether the source multiplies a learning rate by the world size: then a run on one rank is compared."""
     files = {script[0]} if Path(script[0]).is_file() else set()
-    files |= {event.at.file for event in trace.ranks[0].of(OptimizerInit) if event.at}
+    files |= {event.at.file for event in trace.ranks[0].of(events.OptimizerInit) if event.at}
     world = r"(world_?size|world|num_(gpus|processes|replicas)|n_?gpus?|get_world_size\(\)|device_count\(\))"
     pattern = re.compile(rf"lr\b[^\n]*\*=?[^\n]*{world}|{world}[^\n]*\*[^\n]*lr\b", re.IGNORECASE)
     return any(pattern.search(Path(f).read_text(errors="replace")) for f in files if Path(f).is_file())

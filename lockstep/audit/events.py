@@ -43,7 +43,6 @@ class End(Event):
         return self.how != "crash" and self.status == 0
 
 
-@dataclass(slots=True)
 class StepLimit(Event):
     """The rank has taken as many steps as the audit watches."""
 
@@ -68,7 +67,6 @@ class RankStarted(Event):
     n: int
 
 
-@dataclass(slots=True)
 class ProcessStarted(Event):
     """A process that is no rank."""
 
@@ -129,7 +127,6 @@ class Backward(Event):
     """Whether the loss was multiplied or divided last, other than by a gradient scaler."""
 
 
-@dataclass(slots=True)
 class Return(Event):
     """The innermost call is left, or has raised an exception."""
 
@@ -160,7 +157,6 @@ class OptimizerInit(Event):
     n: int
 
 
-@dataclass(slots=True)
 class ZeroGrad(Event):
     pass
 
@@ -176,8 +172,6 @@ class Step(Event):
     """Backward passes since its step before."""
     stale: bool = False
     """Whether gradients of the step before were still there when these were computed."""
-    loading: float = 0.0
-    """Seconds since the last step that were spent in loaders."""
     prints: int = 0
     waits: list[tuple[str, int, str]] = field(default_factory=list)
     """File, line and method of Tensor where the script waited for the device."""
@@ -219,7 +213,6 @@ class DDPInit(Event):
     n: int
 
 
-@dataclass(slots=True)
 class FSDPInit(Event):
     pass
 
@@ -230,12 +223,10 @@ class TensorParallel(Event):
     """Those that hold parts of one layer."""
 
 
-@dataclass(slots=True)
 class Join(Event):
     """torch.distributed.algorithms.Join is entered."""
 
 
-@dataclass(slots=True)
 class WrapperBypassed(Event):
     """A module inside DDP is called directly, not through DDP."""
 
@@ -299,6 +290,8 @@ class Batch(Event):
     """The same for each tensor of the batch by itself, of the first samples."""
     labels: list[int] = field(default_factory=list)
     """Which of these tensors hold one integer for each sample."""
+    loading: float = 0.0
+    """Seconds spent in loaders since the batch before."""
 
 
 @dataclass(slots=True)
@@ -350,7 +343,6 @@ class Scaler(Event):
     """After update()."""
 
 
-@dataclass(slots=True)
 class Clip(Event):
     pass
 
@@ -384,7 +376,6 @@ class LoadStateDict(Event):
     target: Literal["model", "optimizer"]
 
 
-@dataclass(slots=True)
 class Print(Event):
     """The first print of a step."""
 

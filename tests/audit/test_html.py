@@ -16,7 +16,6 @@ from lockstep.audit.events import (
     Collective,
     End,
     Event,
-    Fetch,
     Forward,
     ModelInput,
     PassEnd,
@@ -57,7 +56,7 @@ class Log:
         for call in (Forward(True, True), Backward()):
             self.write(call, 15)
             self.write(Return(), 15)
-        self.write(Step(0, self.steps, [0.1], loading=0.0005), 16)
+        self.write(Step(0, self.steps, [0.1]), 16)
 
     def load(self, samples: list[int], line: int = 14, trains: bool = True, ends: bool = True, **loader: Any) -> None:
         """A pass over `samples` in two batches."""
@@ -65,7 +64,7 @@ class Log:
         self.loaders += 1
         self.write(PassStart(self.loaders, 1, 0, **about), line)
         for part in (samples[: len(samples) // 2], samples[len(samples) // 2 :]):
-            batch = Batch(self.loaders, 1, len(part), trains)
+            batch = Batch(self.loaders, 1, len(part), trains, loading=0.0005)
             if about.get("is_stream"):
                 batch.hashes = packed(np.array(part, np.uint64))
             else:
@@ -285,14 +284,15 @@ def test_a_thinned_stretch_is_of_what_took_most_of_its_time() -> None:
     assert kinds == [("forward", 0, 8), ("loading", 12, 20)]
 
 
-def test_loading_takes_of_the_time_before_a_batch_what_the_step_says() -> None:
+def test_loading_is_drawn_before_its_batch_and_forward_passes_end_where_it_begins() -> None:
     log = Log()
-    log.write(PassStart(1, 1, 0, "TensorDataset"))
-    log.write(Fetch(1), later=0.004)
-    log.write(Batch(1, 1, 2), later=0.005)
-    log.write(Step(0, 1, [0.1], loading=0.004))
-    load = next(s for s in spans_of(Rank(0, log.events, [], 0), 0) if s.kind == "loading")
-    assert load.end - load.start == pytest.approx(0.004, abs=1e-6)
+    log.write(Batch(1, 1, 2, loading=0.001))
+    log.write(Batch(1, 1, 2, loading=0.004), later=0.010)
+    spans = [(s.kind, s.start - 1000, s.end - 1000) for s in spans_of(Rank(0, log.events, [], 0), 0)]
+    assert spans == [
+        (kind, pytest.approx(start), pytest.approx(end))
+        for kind, start, end in (("loading", 0.0, 0.001), ("forward", 0.001, 0.007), ("loading", 0.007, 0.011))
+    ]
 
 
 def test_a_forward_pass_around_the_wrapper_is_drawn_from_the_batch_on() -> None:

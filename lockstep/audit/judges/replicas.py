@@ -4,26 +4,8 @@ from collections.abc import Iterator
 
 from ...watch.agreement import disagreement
 from ...watch.drift import differing
+from .. import events
 from ..catalog import Finding, finding
-from ..events import (
-    Backward,
-    Batch,
-    Buffers,
-    Collective,
-    DDPInit,
-    End,
-    Forward,
-    FSDPInit,
-    Join,
-    NoSync,
-    OptimizerInit,
-    ProcessStarted,
-    Scaler,
-    SchedulerStep,
-    Step,
-    Weights,
-    WrapperBypassed,
-)
 from ..model import Rank, Trace
 from ..source import Site
 from .collectives import UNUSED
@@ -48,16 +30,16 @@ def _difference(checksums: list[dict[str, int]]) -> tuple[str, int, int] | None:
 
 
 def _weights(trace: Trace) -> Iterator[Finding]:
-    if any(rank.first(Join) for rank in trace.ranks):
+    if any(rank.first(events.Join) for rank in trace.ranks):
         return  # under Join the k-th step of one rank is not that of another
-    weights = trace.by_key(Weights, lambda w: (w.n, w.optimizer))
+    weights = trace.by_key(events.Weights, lambda w: (w.n, w.optimizer))
     for (n, optimizer), ranks in weights.items():
         difference = _difference([w.checksums for w in ranks]) if n else None
         if difference:
             name, count, rank = difference
             before = weights.get((0, optimizer))
             same_start = before is not None and not _difference([w.checksums for w in before])
-            step = next((s for s in trace.ranks[0].of(Step) if (s.n, s.optimizer) == (n, optimizer)), None)
+            step = next((s for s in trace.ranks[0].of(events.Step) if (s.n, s.optimizer) == (n, optimizer)), None)
             at, cause = _cause(trace.ranks[0], step.at if step else None, name, same_start)
             tensors = f"{count} of {len(ranks[0].checksums)} tensors of rank {rank} are not those of rank 0"
             what = f"the ranks train different models: {cause}"
@@ -67,15 +49,15 @@ def _weights(trace: Trace) -> Iterator[Finding]:
 
 def _cause(rank: Rank, step: Site | None, name: str, same_start: bool) -> tuple[Site | None, str]:
     """Why gradients were not synchronised, as far as it was seen."""
-    ddp, fsdp = rank.first(DDPInit), rank.first(FSDPInit)
-    forwards = [f for f in rank.of(Forward) if f.training and f.syncs is not None]
-    outside = next((s.not_wrapped for s in rank.of(Step) if s.not_wrapped), [])
-    if bypassed := rank.first(WrapperBypassed):
+    ddp, fsdp = rank.first(events.DDPInit), rank.first(events.FSDPInit)
+    forwards = [f for f in rank.of(events.Forward) if f.training and f.syncs is not None]
+    outside = next((s.not_wrapped for s in rank.of(events.Step) if s.not_wrapped), [])
+    if bypassed := rank.first(events.WrapperBypassed):
         return bypassed.at, "the forward pass goes around DDP (through .module), which then synchronises nothing"
     if ddp and not forwards:
         return ddp.at, "the model was wrapped in DDP here, but the wrapper is never called"
     if ddp and not any(f.syncs for f in forwards):
-        return (rank.first(NoSync) or forwards[0]).at, "every forward pass is under no_sync()"
+        return (rank.first(events.NoSync) or forwards[0]).at, "every forward pass is under no_sync()"
     if outside:
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
         return step, f"{outside[0]}{more} is trained, but outside of what DDP or FSDP synchronises"
@@ -83,26 +65,26 @@ def _cause(rank: Rank, step: Site | None, name: str, same_start: bool) -> tuple[
         return step, "DDP made their weights equal, and something changed them before the first step"
     if not ddp and not fsdp and not same_start:
         return step, "they start from different weights, and nothing makes them equal"
-    if not ddp and not fsdp and all(call.op in _NO_DATA for call in rank.of(Collective)):
+    if not ddp and not fsdp and all(call.op in _NO_DATA for call in rank.of(events.Collective)):
         return step, "nothing synchronises gradients: no DDP, no FSDP, no collective"
     return step, f"{name} differs"
 
 
 def _schedule(trace: Trace) -> Iterator[Finding]:
-    plateaus = ([s for s in rank.of(SchedulerStep) if s.metric is not None] for rank in trace.ranks)
+    plateaus = ([s for s in rank.of(events.SchedulerStep) if s.metric is not None] for rank in trace.ranks)
     for ranks in zip(*plateaus, strict=False):
         if disagreement([{"metric": repr(s.metric)} for s in ranks]):
             values = ", ".join(f"rank {n}: {s.metric:g}" for n, s in enumerate(ranks))
             what = "the schedule is driven by a value that differs between ranks"
             yield finding("differing-schedule", what, ranks[0].at, values)
             return
-    for (n, _), steps in trace.by_key(Step, lambda s: (s.n, s.optimizer)).items():
+    for (n, _), steps in trace.by_key(events.Step, lambda s: (s.n, s.optimizer)).items():
         if found := disagreement([{"lr": s.lr} for s in steps]):
-            at = next((scheduler.at for _, scheduler in trace.all(SchedulerStep)), steps[0].at)
+            at = next((scheduler.at for _, scheduler in trace.all(events.SchedulerStep)), steps[0].at)
             rates = f"at step {n}: {steps[0].lr} on rank 0, {steps[found[1]].lr} on rank {found[1]}"
             yield finding("differing-schedule", "the learning rate differs between ranks", at, rates)
             return
-    scales = ([s for s in rank.of(Scaler) if s.scale is not None] for rank in trace.ranks)
+    scales = ([s for s in rank.of(events.Scaler) if s.scale is not None] for rank in trace.ranks)
     for scalers in zip(*scales, strict=False):
         if disagreement([{"scale": s.scale} for s in scalers]):
             what = "the scale of the gradient scaler differs between ranks"
@@ -111,13 +93,13 @@ def _schedule(trace: Trace) -> Iterator[Finding]:
 
 
 def _buffers(trace: Trace) -> Iterator[Finding]:
-    ddp = {wrapper.n: wrapper.at for wrapper in trace.ranks[0].of(DDPInit)}
-    local = next((b for b in trace.ranks[0].of(Buffers) if b.local_norms), None)
+    ddp = {wrapper.n: wrapper.at for wrapper in trace.ranks[0].of(events.DDPInit)}
+    local = next((b for b in trace.ranks[0].of(events.Buffers) if b.local_norms), None)
     if local:
         what = f"{len(local.local_norms)} BatchNorm layers use the statistics of each rank alone"
         layers = f"layers: {', '.join(local.local_norms[:3])}"
         yield finding("local-batch-norm", what, ddp.get(local.ddp), layers)
-    for (number, n), ranks in trace.by_key(Buffers, lambda b: (b.ddp, b.n)).items():
+    for (number, n), ranks in trace.by_key(events.Buffers, lambda b: (b.ddp, b.n)).items():
         if difference := _difference([b.checksums for b in ranks]):
             name, count, rank = difference
             seen = f"before forward pass {n} {count} buffers of rank {rank} are not those of rank 0, first {name}"
@@ -127,24 +109,26 @@ def _buffers(trace: Trace) -> Iterator[Finding]:
 
 def _training(trace: Trace) -> Iterator[Finding]:
     rank = trace.ranks[0]
-    ended = all((end := r.first(End)) is not None and end.ok for r in trace.ranks)
-    elsewhere = any(r.first(ProcessStarted) for r in trace.ranks)
+    ended = all((end := r.first(events.End)) is not None and end.ok for r in trace.ranks)
+    elsewhere = any(r.first(events.ProcessStarted) for r in trace.ranks)
     if ended and not elsewhere and not any(r.steps for r in trace.ranks):
-        seen = f"{len(rank.of(Batch))} batches, {len(rank.of(Backward))} backward passes, no optimizer step"
-        yield finding("no-steps", "the script ended normally and took no step", rank.line(OptimizerInit), seen)
+        seen = (
+            f"{len(rank.of(events.Batch))} batches, {len(rank.of(events.Backward))} backward passes, no optimizer step"
+        )
+        yield finding("no-steps", "the script ended normally and took no step", rank.line(events.OptimizerInit), seen)
         return
     if any(step.without_gradients and step.not_in_model for step in rank.steps):
         what = "the optimizer's parameters are not those of the model that runs"
-        yield finding("foreign-parameters", what, rank.line(OptimizerInit), "none of them has a gradient")
+        yield finding("foreign-parameters", what, rank.line(events.OptimizerInit), "none of them has a gradient")
     yield from _unchanged(rank)
 
 
 def _unchanged(rank: Rank) -> Iterator[Finding]:
-    for start in (w for w in rank.of(Weights) if w.n == 0):
-        later = [w.checksums for w in rank.of(Weights) if w.optimizer == start.optimizer and w.n and w.checksums]
+    for start in (w for w in rank.of(events.Weights) if w.n == 0):
+        later = [w.checksums for w in rank.of(events.Weights) if w.optimizer == start.optimizer and w.n and w.checksums]
         if len(later) >= 2 and all(checksums == start.checksums for checksums in later):
-            at = next((o.at for o in rank.of(OptimizerInit) if o.n == start.optimizer), None)
-            rates = sorted({lr for step in rank.of(Step) for lr in step.lr})
+            at = next((o.at for o in rank.of(events.OptimizerInit) if o.n == start.optimizer), None)
+            rates = sorted({lr for step in rank.of(events.Step) for lr in step.lr})
             seen = f"{len(start.checksums)} tensors are bit for bit what they were; learning rates {rates}"
             yield finding("nothing-changed", f"no parameter changed in {len(rank.steps)} steps", at, seen)
             return
@@ -152,8 +136,8 @@ def _unchanged(rank: Rank) -> Iterator[Finding]:
 
 def _gradients(trace: Trace) -> Iterator[Finding]:
     rank = trace.ranks[0]
-    steps = rank.of(Step)
-    at = rank.line(DDPInit) if rank.first(DDPInit) else rank.line(OptimizerInit)
+    steps = rank.of(events.Step)
+    at = rank.line(events.DDPInit) if rank.first(events.DDPInit) else rank.line(events.OptimizerInit)
     if any(UNUSED in r.error for r in trace.ranks):
         yield finding("no-gradient", "DDP waits for gradients of parameters that take no part in the loss", at)
         return
@@ -163,8 +147,8 @@ def _gradients(trace: Trace) -> Iterator[Finding]:
         yield finding("no-gradient", what, at, f"in {len(steps)} steps: {', '.join(missing[:3])}")
     if not_optimized := next((s.not_optimized for s in reversed(steps) if s.not_optimized), None):
         what = f"{len(not_optimized)} parameters get gradients but are in no optimizer"
-        yield finding("untrained-parameters", what, rank.line(OptimizerInit), ", ".join(not_optimized[:3]))
-    searches = [s.unused_search_empty for _, s in trace.all(Step) if s.unused_search_empty is not None]
+        yield finding("untrained-parameters", what, rank.line(events.OptimizerInit), ", ".join(not_optimized[:3]))
+    searches = [s.unused_search_empty for _, s in trace.all(events.Step) if s.unused_search_empty is not None]
     if len(searches) >= 2 * trace.world and all(searches) and not missing:
         what = "find_unused_parameters=True, but every parameter is used in every step"
         yield finding("needless-unused-search", what, at, f"{len(steps)} steps on {trace.world} ranks")

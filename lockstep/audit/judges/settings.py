@@ -1,5 +1,6 @@
 """Devices, waits, loading, printing, learning rate and environment."""
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -106,7 +107,10 @@ def _loading(rank: Rank) -> Iterator[Finding]:
     if start is None or len(steps) < 4:
         return
     wall = median(b.t - a.t for a, b in pairwise(steps))  # one step that the machine held up proves nothing
-    loading = median(s.loading for s in steps[1:])
+    ends, seconds = [s.t for s in steps], [0.0] * (len(steps) + 1)
+    for batch in rank.of(Batch):
+        seconds[bisect(ends, batch.t)] += batch.loading
+    loading = median(seconds[1:-1])
     if loading > max(0.5 * wall, 0.01):
         what = f"{100 * loading / wall:.0f} % of a step goes into loading, in the training process itself"
         yield finding("starved", what, start.at, f"{1000 * loading:.0f} ms of {1000 * wall:.0f} ms")

@@ -3,9 +3,7 @@
 import functools
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
@@ -65,7 +63,6 @@ class Context:
         self.in_loader = 0
         self.batch: list[Tensor] = []
         """The last batch of a loader."""
-        self.loading = 0.0
         self.prints = 0
         self.waits: set[tuple[str, int, str]] = set()
         self._names: dict[int, str] = {}
@@ -132,16 +129,6 @@ class Context:
     def checksums(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         with self.recorder.hide():
             return checksums({name: local for name, t in tensors.items() if (local := replicated(t)) is not None})
-
-    @contextmanager
-    def timed_loading(self) -> Iterator[None]:
-        start = time.perf_counter()
-        self.in_loader += 1
-        try:
-            yield
-        finally:
-            self.in_loader -= 1
-            self.loading += time.perf_counter() - start
 
 
 def index_of(known: list[Any], item: Any) -> int:

@@ -4,8 +4,11 @@ import operator
 import os
 import random
 import sys
+import time
 import zlib
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +59,18 @@ class Data:
         self.datasets: list[Any] = []
         self.epochs: dict[int, int] = {}
         self.pid, self.fetches = os.getpid(), 0
+        self.loading = 0.0
+        """Seconds since the last batch."""
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        self.context.in_loader += 1
+        try:
+            yield
+        finally:
+            self.context.in_loader -= 1
+            self.loading += time.perf_counter() - start
 
     def iterate(self, original: Function, loader: DataLoader[Any]) -> Any:
         number = index_of(self.loaders, loader)
@@ -64,7 +79,7 @@ class Data:
         at = user_line()
         if loader._iterator is not None:  # persistent workers use it again
             loader._iterator.__dict__.pop("_lockstep", None)
-        with self.context.timed_loading():
+        with self._timed():
             iterator = original(loader)
         self._started(loader, iterator, number, at)
         return iterator
@@ -107,7 +122,7 @@ class Data:
             return original(iterator)
         current.requested.extend(iterator.__dict__.pop("_lockstep_early", []))
         try:
-            with self.context.timed_loading():
+            with self._timed():
                 batch = original(iterator)
         except StopIteration:
             self.context.in_loop = False
@@ -121,7 +136,8 @@ class Data:
     def _loaded(self, current: _Pass, batch: Any) -> None:
         leaves = self._leaves(batch) or []
         rows = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
-        event = Batch(current.loader, current.epoch, rows, torch.is_grad_enabled())
+        event = Batch(current.loader, current.epoch, rows, torch.is_grad_enabled(), loading=round(self.loading, 6))
+        self.loading = 0.0
         event.index = self._index(current, current.requested.popleft() if current.requested else None) or []
         self._add_hashes(event, leaves)
         self.context.batch = leaves

@@ -11,17 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..events import (
-    Backward,
-    InputChanged,
-    ModelInput,
-    OptimizerInit,
-    Return,
-    SchedulerStep,
-    Step,
-    Weights,
-    ZeroGrad,
-)
+from .. import events
 from . import wrappers
 from .context import Context, never_raises, replicated, should_sample
 from .patch import Function, Hook
@@ -99,7 +89,7 @@ class Training:
 
     @never_raises
     def _inputs(self, module: nn.Module, inputs: list[Tensor]) -> None:
-        event = ModelInput(self.context.forwards)
+        event = events.ModelInput(self.context.forwards)
         with self.recorder.hide():
             batch = next((t for t in inputs if readable(t) and t.dim() > 0), None)
             if batch is not None:
@@ -116,7 +106,7 @@ class Training:
         """Whether the inputs of the forward pass are unchanged when their gradients are computed."""
         for name, tensor, version in self.versions:
             if tensor._version != version:
-                self.recorder.write(InputChanged(name, list(tensor.shape)))
+                self.recorder.write(events.InputChanged(name, list(tensor.shape)))
         self.versions = []
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -127,7 +117,7 @@ class Training:
         self._check_inputs()
         self._check_cleared()
         self.context.backwards += 1
-        self.recorder.write(Backward(self._is_scaled(tensors) or False))
+        self.recorder.write(events.Backward(self._is_scaled(tensors) or False))
         self.context.loss_is_scaled = False
         for key in self.backwards:  # before: an optimizer may step in the hooks of the backward pass
             self.backwards[key] += 1
@@ -136,7 +126,7 @@ class Training:
             return original(tensors, *args, **kwargs)
         finally:
             self.in_backward = False
-            self.recorder.write(Return())
+            self.recorder.write(events.Return())
 
     @never_raises
     def _is_scaled(self, losses: Any) -> bool:
@@ -184,10 +174,10 @@ class Training:
         self.context.optimizers.append(optimizer)
         self.backwards[number] = 0
         self.context.roots()
-        self.recorder.write(OptimizerInit(number))
+        self.recorder.write(events.OptimizerInit(number))
 
     def zero_grad(self, original: Function, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        self.recorder.write(ZeroGrad())
+        self.recorder.write(events.ZeroGrad())
         with self.recorder.hide():
             result = original(owner, *args, **kwargs)
         self._check_cleared()
@@ -204,12 +194,12 @@ class Training:
             return
         context = self.context
         n = self.counts[number] = self.counts.get(number, 0) + 1
-        step = Step(number, n, _rates(optimizer), self.backwards[number])
+        step = events.Step(number, n, _rates(optimizer), self.backwards[number])
         step.stale = self.stale.get(number, False) and should_sample(n - 1)
         step.unused_search_empty = self.wrappers.unused_search_empty()
-        step.loading, step.prints, step.waits = round(context.loading, 6), context.prints, list(context.waits)
+        step.prints, step.waits = context.prints, list(context.waits)
         self._check_gradients(step, optimizer)
-        context.loading, context.prints = 0.0, 0
+        context.prints = 0
         context.waits.clear()
         self.backwards[number], self.stale[number] = 0, True
         self.recorder.write(step)
@@ -229,7 +219,7 @@ class Training:
         return None if only_state else number
 
     @never_raises
-    def _check_gradients(self, step: Step, optimizer: Optimizer) -> None:
+    def _check_gradients(self, step: events.Step, optimizer: Optimizer) -> None:
         """Which parameters have no gradient yet, and which have one that no optimizer uses."""
         context = self.context
         if step.n == 1:
@@ -259,7 +249,7 @@ class Training:
 
     def _record_weights(self, number: int, n: int) -> None:
         self.checksummed[number] = n
-        self.recorder.write(Weights(number, n, self._checksums(self.context.optimizers[number]) or {}))
+        self.recorder.write(events.Weights(number, n, self._checksums(self.context.optimizers[number]) or {}))
 
     @never_raises
     def _checksums(self, optimizer: Optimizer) -> dict[str, int]:
@@ -275,11 +265,11 @@ class Training:
     @never_raises
     def _record_metric(self, metrics: Any) -> None:
         with self.recorder.hide():
-            self.recorder.write(SchedulerStep(float(metrics)))
+            self.recorder.write(events.SchedulerStep(float(metrics)))
 
     def scheduler_step(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(scheduler, "last_epoch", -1) >= 0:  # not the one that its __init__ takes
-            self.recorder.write(SchedulerStep())
+            self.recorder.write(events.SchedulerStep())
         return original(scheduler, *args, **kwargs)
 
 

@@ -1,28 +1,13 @@
 """From a rank's events to spans of time: what it did from when to when, for the timeline."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..events import (
-    Backward,
-    Batch,
-    Collective,
-    End,
-    Event,
-    Fetch,
-    Forward,
-    ModelInput,
-    PassEnd,
-    PassStart,
-    SamplerOrder,
-    Step,
-)
+from ..events import Backward, Batch, Collective, End, Event, Forward, ModelInput, PassEnd, PassStart, Step
 from ..model import Rank
 
 KINDS = ("loading", "forward", "backward", "collective", "other")
-_WHILE_LOADING = (PassStart, SamplerOrder, Fetch)
 _AFTER_FORWARD = (Batch, Backward, Step, PassStart, PassEnd, Collective, End)
 
 
@@ -40,53 +25,32 @@ class Span:
 
 def spans_of(rank: Rank, until: float) -> list[Span]:
     """What a rank did, outer spans before those inside them; what it never left lasts to `until`."""
-    loads = list(_loads(rank))
-    found = [*loads, *_forwards(rank, {s.end: s.start for s in loads})]
+    spans = list(_around_batches(rank))
     for call in rank.calls:
         kind, end = type(call.event).__name__.lower(), until if call.end is None else call.end
-        label = _label(call.name, call.event)
-        found.append(Span(kind, call.event.t, end, label, is_open=call is rank.open_call))
-    return sorted(found, key=lambda s: (s.start, -s.end))
+        spans.append(Span(kind, call.event.t, end, _label(call.name, call.event), call is rank.open_call))
+    return sorted(spans, key=lambda s: (s.start, -s.end))
 
 
-def _label(name: str, event: Event) -> str:
-    return f"{name} at {event.at}" if event.at else name
-
-
-def _loads(rank: Rank) -> Iterator[Span]:
-    """Loading a batch is recorded at its end only, and as a sum in each step: that is divided over its batches."""
-    waits: list[tuple[float, Batch]] = []
-    before = math.inf
-    batches, seconds = 0, 0.0
-    for event in rank.events:
-        if isinstance(event, Batch):
-            waits.append((min(before, event.t), event))
-        elif isinstance(event, Step):
-            yield from _divided(waits, event.loading)
-            batches, seconds, waits = batches + len(waits), seconds + event.loading, []
-        if not isinstance(event, _WHILE_LOADING):
-            before = event.t
-    yield from _divided(waits, len(waits) * seconds / batches if batches else math.inf)
-
-
-def _divided(waits: list[tuple[float, Batch]], seconds: float) -> Iterator[Span]:
-    total = sum(batch.t - start for start, batch in waits)
-    share = min(1.0, seconds / total) if total > 0 else 0.0
-    for start, batch in waits:
-        yield Span("loading", batch.t - share * (batch.t - start), batch.t, _label("loading", batch))
-
-
-def _forwards(rank: Rank, loading_from: dict[float, float]) -> Iterator[Span]:
-    """Forward passes without a wrapper are not recorded: they fill the time from a batch to what follows it."""
+def _around_batches(rank: Rank) -> Iterator[Span]:
+    """Loading, and forward passes without a wrapper: these are not recorded, but fill the time from a batch to what
+    follows it."""
     begun: Event | None = None
     for event in rank.events:
+        start = event.t - event.loading if isinstance(event, Batch) else event.t
         if begun is not None and isinstance(event, _AFTER_FORWARD):
-            yield Span("forward", begun.t, loading_from.get(event.t, event.t), _label("forward", begun))
+            yield Span("forward", begun.t, max(begun.t, start), _label("forward", begun))
             begun = None
+        if isinstance(event, Batch):
+            yield Span("loading", start, event.t, _label("loading", event))
         if isinstance(event, Batch) or (isinstance(event, ModelInput) and begun is None):
             begun = event
         elif isinstance(event, Forward):
             begun = None
+
+
+def _label(name: str, event: Event) -> str:
+    return f"{name} at {event.at}" if event.at else name
 
 
 def thinned(spans: list[Span], begin: float, end: float, cells: int) -> list[Span]:

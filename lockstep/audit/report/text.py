@@ -1,7 +1,9 @@
 """The verdict on the terminal, and as JSON for programs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -60,30 +62,20 @@ def _source_line(at: Site | None) -> str:
 
 
 def as_json(verdict: Verdict) -> str:
-    findings = [
-        {
-            "name": f.kind.name,
-            "topic": f.kind.topic,
-            "severity": f.severity,
-            "what": f.what,
-            "evidence": list(f.evidence),
-            "file": f.at.file if f.at else None,
-            "line": f.at.line if f.at else None,
-            "why": f.kind.why,
-            "fix": f.kind.fix,
-        }
-        for f in verdict.findings
-    ]
-    ranks = [
-        {"rank": r.number, "steps": len(r.steps), "status": r.status, "end": r.outcome} for r in verdict.trace.ranks
-    ]
+    ranks = verdict.trace.ranks
     report = {
         "script": verdict.script,
         "verdict": verdict.sentence,
         "status": verdict.status,
-        "findings": findings,
-        "ranks": ranks,
+        "findings": [_as_dict(finding) for finding in verdict.findings],
+        "ranks": [{"rank": r.number, "steps": len(r.steps), "status": r.status, "end": r.outcome} for r in ranks],
         "notes": verdict.notes,
         "blind": verdict.trace.failed_probes,
     }
     return json.dumps(report, indent=2)
+
+
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    """Name, topic, severity, why and fix from its kind; the rest from what was seen."""
+    file, line = finding.at or (None, None)
+    return {**asdict(finding.kind), "what": finding.what, "evidence": finding.evidence, "file": file, "line": line}
