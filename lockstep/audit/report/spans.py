@@ -54,10 +54,11 @@ def _label(name: str, event: Event) -> str:
 
 
 def thinned(spans: list[Span], begin: float, end: float, cells: int) -> list[Span]:
-    """At most as many spans as cells: each cell has the kind that took most of its time, equal neighbours are one."""
+    """At most as many spans as cells, and the open ones: each cell has the kind that took most of its time, equal
+    neighbours are one."""
     width = (end - begin) / cells
     taken: list[dict[str, float]] = [defaultdict(float) for _ in range(cells)]
-    for span in spans:
+    for span in (s for s in spans if not s.is_open):
         first, last = (min(cells - 1, max(0, int((t - begin) / width))) for t in (span.start, span.end))
         for n in range(first, last + 1):
             left = begin + n * width
@@ -71,4 +72,4 @@ def thinned(spans: list[Span], begin: float, end: float, cells: int) -> list[Spa
         if merged and merged[-1].kind == kind and merged[-1].end == left:
             left = merged.pop().start
         merged.append(Span(kind, left, begin + (n + 1) * width, f"mostly {kind}"))
-    return merged
+    return merged + [s for s in spans if s.is_open]

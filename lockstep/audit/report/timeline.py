@@ -22,19 +22,17 @@ def timeline(trace: Trace) -> str:
     """The section."""
     window = _window(trace)
     if window is None:
-        return section(
-            "timeline", "Timeline", '<p class="muted">The ranks ended before there was anything to draw.</p>'
-        )
+        text = "The ranks ended before there was anything to draw."
+        return section("timeline", "Timeline", f'<p class="muted">{text}</p>')
     begin, end = window
     rows = [_spans(trace, rank, begin, end) for rank in trace.ranks]
     if is_crowded := sum(map(len, rows)) > _SPANS:
-        rows = [_thinned(row, begin, end, max(100, _SPANS // trace.world)) for row in rows]
+        rows = [thinned(row, begin, end, max(100, _SPANS // trace.world)) for row in rows]
     style = f"height:{_ROW}px;padding-bottom:{_ROW - _BAR - 2 * _TOP}px"
     names = "".join(f'<div style="{style}">rank {rank.number}</div>' for rank in trace.ranks)
     region = '<div class="scroll" tabindex="0" role="region" aria-label="timeline of the ranks">'
-    chart = (
-        f'<div class="chart"><div class="names">{names}</div>{region}{_picture(trace, rows, begin, end)}</div></div>'
-    )
+    picture = _picture(trace, rows, begin, end)
+    chart = f'<div class="chart"><div class="names">{names}</div>{region}{picture}</div></div>'
     return section("timeline", "Timeline", _caption(trace, begin, is_crowded), _legend(trace), chart, _endings(trace))
 
 
@@ -64,10 +62,6 @@ def _spans(trace: Trace, rank: Rank, begin: float, end: float) -> list[Span]:
         spans.append(Span("other", last, end, rank.outcome, is_open=True))
     cut = [replace(s, start=max(s.start, begin), is_open=s.is_open and hangs) for s in spans]
     return [s for s in cut if s.end > begin]
-
-
-def _thinned(spans: list[Span], begin: float, end: float, cells: int) -> list[Span]:
-    return [*thinned([s for s in spans if not s.is_open], begin, end, cells), *(s for s in spans if s.is_open)]
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
