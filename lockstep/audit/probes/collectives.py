@@ -25,7 +25,7 @@ _ROOTS = ("src", "dst", "group_src", "group_dst")
 
 def install(context: Context) -> None:
     for name in (*ALL, "init_process_group", "destroy_process_group"):
-        context.watch(dist, name, partial(_collective, context, name))
+        context.intercept(dist, name, partial(_collective, context, name))
 
 
 def keep_store(patches: Patches) -> None:

@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,19 +19,21 @@ from .patch import Function, Patches
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_VISIBLE = nullcontext()
 
 
-def never_raises(inspect: Callable[_P, _T]) -> Callable[_P, _T | None]:
-    """Record an exception of the probe itself and return None: it must not end the script. For functions whose first
-    argument has the recorder."""
+def never_raises(inspect: Callable[_P, _T], owner: Any = None) -> Callable[_P, _T | None]:
+    """Record an exception of the probe itself and return None: it must not end the script. The recorder is that of
+    `owner`, or else of the first argument."""
+    name = getattr(inspect, "func", inspect).__qualname__
 
     @functools.wraps(inspect)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
         try:
             return inspect(*args, **kwargs)
         except Exception as error:
-            recorder: Recorder = args[0].recorder  # type: ignore[attr-defined]
-            recorder.write(ProbeFailed(inspect.__qualname__, f"{type(error).__name__}: {error}"[:300]))
+            holder: Any = owner or args[0]
+            holder.recorder.write(ProbeFailed(name, f"{type(error).__name__}: {error}"[:300]))
             return None
 
     return guarded
@@ -72,12 +75,30 @@ class Context:
         self.on_pass_end: list[Callable[[], None]] = []
         """Called when a loader has given its last batch, with gradients enabled."""
 
-    def watch(self, owner: Any, name: str, probe: Function) -> None:
-        """Call `probe(original, ...)` in place of `owner.name(...)`, but not inside what is hidden or compiled."""
+    def watch(
+        self, owner: Any, name: str, before: Function | None = None, after: Function | None = None, hide: bool = False
+    ) -> None:
+        """Call `before(...)` and `after(result, ...)` when `owner.name(...)` is called. What they raise is recorded and
+        does not reach the script. With `hide` nothing inside the call is recorded."""
+        before, after = (never_raises(probe, self) if probe else None for probe in (before, after))
+
+        def around(original: Function, *args: Any, **kwargs: Any) -> Any:
+            if before:
+                before(*args, **kwargs)
+            with self.recorder.hide() if hide else _VISIBLE:
+                result = original(*args, **kwargs)
+            if after:
+                after(result, *args, **kwargs)
+            return result
+
+        self.intercept(owner, name, around)
+
+    def intercept(self, owner: Any, name: str, around: Function) -> None:
+        """Call `around(original, ...)` in place of `owner.name(...)`, but not inside what is hidden or compiled."""
 
         def make(original: Function) -> Function:
             def watched(*args: Any, **kwargs: Any) -> Any:
-                return original(*args, **kwargs) if self.hidden else probe(original, *args, **kwargs)
+                return original(*args, **kwargs) if self.hidden else around(original, *args, **kwargs)
 
             return watched
 

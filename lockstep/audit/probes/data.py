@@ -30,12 +30,12 @@ _LARGEST_SUBSET = 100_000
 
 def install(context: Context) -> None:
     probe = Data(context)
-    context.watch(DataLoader, "__iter__", probe.iterate)
-    context.watch(_BaseDataLoaderIter, "_next_index", probe.next_index)
-    context.watch(_BaseDataLoaderIter, "__next__", probe.next_batch)
+    context.intercept(DataLoader, "__iter__", probe.iterate)
+    context.watch(_BaseDataLoaderIter, "_next_index", after=probe.requested)
+    context.intercept(_BaseDataLoaderIter, "__next__", probe.next_batch)
     context.watch(DistributedSampler, "__iter__", probe.iterate_sampler)
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        context.watch(fetcher, "fetch", probe.fetch)
+        context.intercept(fetcher, "fetch", probe.fetch)
 
 
 @dataclass
@@ -108,13 +108,11 @@ class Data:
         self.recorder.write(event)
         iterator._lockstep = _Pass(number, event.epoch, dataset, subset)
 
-    def next_index(self, original: Function, iterator: Any) -> Any:
-        index = original(iterator)
+    def requested(self, index: Any, iterator: Any) -> None:
         if hasattr(iterator, "_lockstep"):
             iterator._lockstep.requested.append(index)
         else:
             iterator._lockstep_early = [*getattr(iterator, "_lockstep_early", []), index]
-        return index
 
     def next_batch(self, original: Function, iterator: Any) -> Any:
         current: _Pass | None = getattr(iterator, "_lockstep", None)
@@ -164,9 +162,8 @@ class Data:
             event.parts = parts
             event.labels = [n for n, t in enumerate(batch) if t.dim() == 1 and not t.is_floating_point()]
 
-    def iterate_sampler(self, original: Function, sampler: DistributedSampler[Any]) -> Any:
+    def iterate_sampler(self, sampler: DistributedSampler[Any]) -> None:
         self.recorder.write(SamplerOrder(sampler.epoch, sampler.shuffle))
-        return original(sampler)
 
     def fetch(self, original: Function, fetcher: Any, index: Any) -> Any:
         if self.pid != os.getpid():  # a worker, which begins to count

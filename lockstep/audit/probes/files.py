@@ -7,7 +7,6 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -16,8 +15,7 @@ from torch.optim import Optimizer
 
 from ..events import Environment, Load, LoadStateDict, Move, Print, Save, Scalar
 from ..source import user_line
-from .context import Context, never_raises
-from .patch import Function
+from .context import Context
 
 _PROGRESS = re.compile(
     r"(?!num_|max_|total_|n_|warmup_|.*_per_)(.+_)?(epoch|step|iter(ation)?)s?(_(run|num|idx|count|done))?"
@@ -29,15 +27,18 @@ _PROGRESS = re.compile(
 
 def install(context: Context) -> None:
     probe = Files(context)
-    context.watch(torch, "save", probe.save)
-    context.watch(torch, "load", probe.load)
+    context.watch(torch, "save", probe.save, hide=True)
+    context.watch(torch, "load", after=probe.loaded, hide=True)
     for owner, name in ((os, "replace"), (os, "rename"), (shutil, "move")):
         context.watch(owner, name, probe.move)
-    context.watch(nn.Module, "load_state_dict", partial(probe.load_state_dict, "model"))
-    context.watch(Optimizer, "load_state_dict", partial(probe.load_state_dict, "optimizer"))
+    context.watch(nn.Module, "load_state_dict", partial(probe.load_state_dict, "model"), hide=True)
+    context.watch(Optimizer, "load_state_dict", partial(probe.load_state_dict, "optimizer"), hide=True)
     context.watch(builtins, "print", probe.print)
     context.watch(type(os.environ), "__setitem__", probe.set_variable)
-    context.patches.when_imported("torch.utils.tensorboard.writer", probe.tensorboard)
+    context.patches.when_imported(
+        "torch.utils.tensorboard.writer",
+        lambda module: context.watch(module.SummaryWriter, "add_scalar", probe.add_scalar),
+    )
 
 
 class Files:
@@ -47,69 +48,40 @@ class Files:
         self.context, self.recorder = context, context.recorder
         self.environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # which the audit sets
 
-    def save(self, original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(self, obj: Any, f: Any, *_: Any, **__: Any) -> None:
         if isinstance(f, (str, os.PathLike)):
-            self._saved(obj, Path(f).absolute())
-        with self.recorder.hide():
-            return original(obj, f, *args, **kwargs)
+            path, keys = Path(f).absolute(), _weight_names(obj)
+            prefixed = "n_averaged" not in obj and any(k.startswith("module.") for k in keys) if keys else False
+            self.recorder.write(Save(str(path), path.exists(), keys[:5], prefixed))
 
-    @never_raises
-    def _saved(self, obj: Any, path: Path) -> None:
-        keys = _weight_names(obj)
-        prefixed = "n_averaged" not in obj and any(k.startswith("module.") for k in keys) if keys else False
-        self.recorder.write(Save(str(path), path.exists(), keys[:5], prefixed))
-
-    def load(self, original: Function, f: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.recorder.hide():
-            result = original(f, *args, **kwargs)
+    def loaded(self, obj: Any, f: Any, *_: Any, **__: Any) -> None:
         if isinstance(f, (str, os.PathLike)):
-            self._loaded(result, Path(f).absolute())
-        return result
+            entries = obj if isinstance(obj, dict) else {}
+            named = [(k, v) for k, v in entries.items() if isinstance(k, str)]
+            progress = [k for k, v in named if _PROGRESS.fullmatch(k) and _is_count(v)]
+            optimizer = any(isinstance(v, dict) and {"state", "param_groups"} <= set(v) for v in entries.values())
+            self.recorder.write(Load(str(Path(f).absolute()), progress, optimizer))
 
-    @never_raises
-    def _loaded(self, obj: Any, path: Path) -> None:
-        entries = obj if isinstance(obj, dict) else {}
-        progress = [k for k, v in entries.items() if isinstance(k, str) and _PROGRESS.fullmatch(k) and _is_count(v)]
-        optimizer = any(isinstance(v, dict) and {"state", "param_groups"} <= set(v) for v in entries.values())
-        self.recorder.write(Load(str(path), progress, optimizer))
-
-    def move(self, original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+    def move(self, src: Any, *_: Any, **__: Any) -> None:
         if (at := user_line()) is not None:
             self.recorder.write(Move(str(Path(os.fsdecode(src)).absolute()), at=at))
-        return original(src, dst, *args, **kwargs)
 
-    def load_state_dict(
-        self, target: Literal["model", "optimizer"], original: Function, owner: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def load_state_dict(self, target: Literal["model", "optimizer"], *_: Any, **__: Any) -> None:
         self.recorder.write(LoadStateDict(target))
-        with self.recorder.hide():
-            return original(owner, *args, **kwargs)
 
-    def print(self, original: Function, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("file") is None and not self.recorder.in_worker:
+    def print(self, *_: Any, file: Any = None, **__: Any) -> None:
+        if file is None and not self.recorder.in_worker:
             self.context.prints += 1
             if self.context.prints == 1:
                 self.recorder.write(Print())
-        original(*args, **kwargs)
 
-    def tensorboard(self, module: ModuleType) -> None:
-        self.context.watch(module.SummaryWriter, "add_scalar", self.add_scalar)
-
-    def add_scalar(
-        self, original: Function, writer: Any, tag: str, scalar_value: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        self._logged(writer, tag, scalar_value, kwargs.get("global_step", args[0] if args else None))
-        return original(writer, tag, scalar_value, *args, **kwargs)
-
-    @never_raises
-    def _logged(self, writer: Any, tag: str, value: Any, step: Any) -> None:
+    def add_scalar(self, writer: Any, tag: str, scalar_value: Any, global_step: Any = None, *_: Any, **__: Any) -> None:
         with self.recorder.hide():
-            self.recorder.write(Scalar(tag, float(value), writer.get_logdir(), step))
+            self.recorder.write(Scalar(tag, float(scalar_value), writer.get_logdir(), global_step))
 
-    def set_variable(self, original: Function, environment: Any, name: str, value: str) -> None:
+    def set_variable(self, environment: Any, name: str, value: str) -> None:
         if environment is os.environ and (at := user_line()) is not None:
             self.recorder.write(Environment(name, value, self.environment.get(name), at=at))
-        original(environment, name, value)
 
 
 def _is_count(value: Any) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..events import RandomDraw
-from .context import Context, never_raises, should_sample
+from .context import Context, should_sample
 from .patch import Function, Patches
 from .tensors import readable
 
@@ -20,7 +20,7 @@ _PER_STEP = 3
 def install(context: Context) -> None:
     probe = Randomness(context)
     for name in _FUNCTIONS:
-        context.watch(torch, name, partial(probe.draw, name))
+        context.watch(torch, name, after=partial(probe.drawn, name))
         _register_with_torchscript(getattr(torch, name), f"aten::{name}", context.patches)
 
 
@@ -32,24 +32,18 @@ class Randomness:
         self.step, self.count = -1, 0
         """The current step, and how many draws of it were recorded."""
 
-    def draw(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    def drawn(self, name: str, result: Any, *_: Any, **__: Any) -> None:
         context = self.context
         if context.in_loader or self.recorder.in_worker or not context.forwards or not torch.is_grad_enabled():
-            return result
+            return
         step = context.steps + 1
         if step != self.step:
             self.step, self.count = step, 0
-        if should_sample(step) and self.count < _PER_STEP and isinstance(result, Tensor):
-            self._record(name, result)
-        return result
-
-    @never_raises
-    def _record(self, name: str, drawn: Tensor) -> None:
-        if readable(drawn) and drawn.numel() >= _FEWEST:
+        known = should_sample(step) and self.count < _PER_STEP and isinstance(result, Tensor)
+        if known and readable(result) and result.numel() >= _FEWEST:
             self.count += 1
-            checksum = self.context.checksums({"drawn": drawn})["drawn"]
-            self.recorder.write(RandomDraw(self.step, self.count, name, list(drawn.shape), checksum))
+            checksum = context.checksums({"drawn": result})["drawn"]
+            self.recorder.write(RandomDraw(step, self.count, name, list(result.shape), checksum))
 
 
 def _register_with_torchscript(watched: Function, operator: str, patches: Patches) -> None:

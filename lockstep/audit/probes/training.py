@@ -28,11 +28,11 @@ def install(context: Context) -> None:
     probe = Training(context, wrappers.install(context))
     context.on_root.append(probe.watch_module)
     context.on_pass_end.append(probe.checksum_last_steps)
-    context.watch(torch.autograd, "backward", probe.backward)
-    context.watch(torch.autograd, "grad", probe.grad)
-    context.watch(Optimizer, "__init__", probe.optimizer_init)
-    context.watch(Optimizer, "zero_grad", probe.zero_grad)
-    context.watch(nn.Module, "zero_grad", probe.zero_grad)
+    context.intercept(torch.autograd, "backward", probe.backward)
+    context.intercept(torch.autograd, "grad", probe.grad)
+    context.watch(Optimizer, "__init__", after=probe.optimizer_created)
+    for owner in (Optimizer, nn.Module):
+        context.watch(owner, "zero_grad", probe.zero_grad, after=probe.check_cleared, hide=True)
     context.watch(ReduceLROnPlateau, "step", probe.plateau_step)
     context.watch(LRScheduler, "step", probe.scheduler_step)
     context.patches.later(register_optimizer_step_pre_hook(probe.before_step).remove)
@@ -115,7 +115,7 @@ class Training:
             return original(tensors, *args, **kwargs)
         self.context.roots()
         self._check_inputs()
-        self._check_cleared()
+        self.check_cleared()
         self.context.backwards += 1
         self.recorder.write(events.Backward(self._is_scaled(tensors) or False))
         self.context.loss_is_scaled = False
@@ -155,7 +155,7 @@ class Training:
             self.in_backward = False
 
     @never_raises
-    def _check_cleared(self) -> None:
+    def check_cleared(self, *_: Any, **__: Any) -> None:
         """Note for which optimizers the gradients of the last step are gone."""
         for number, optimizer in enumerate(self.context.optimizers):
             if self.stale.get(number) and should_sample(self.counts[number]):
@@ -166,8 +166,7 @@ class Training:
                     self.stale[number] = any(bool((g != 0).any()) for g in whole)
 
     # -- optimizer --------------------------------------------------------------------------------------------------
-    def optimizer_init(self, original: Function, optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
+    def optimizer_created(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
         if type(optimizer).__module__.startswith("accelerate"):  # a wrapper around one that is known
             return
         number = len(self.context.optimizers)
@@ -176,12 +175,8 @@ class Training:
         self.context.roots()
         self.recorder.write(events.OptimizerInit(number))
 
-    def zero_grad(self, original: Function, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def zero_grad(self, *_: Any, **__: Any) -> None:
         self.recorder.write(events.ZeroGrad())
-        with self.recorder.hide():
-            result = original(owner, *args, **kwargs)
-        self._check_cleared()
-        return result
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         number = self._watched(optimizer)
@@ -258,19 +253,13 @@ class Training:
         named = {self.context.name(p, f"parameter {n}"): p for n, p in enumerate(_parameters(optimizer))}
         return self.context.checksums({name: p for name, p in named.items() if id(p) not in shards})
 
-    def plateau_step(self, original: Function, scheduler: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
-        self._record_metric(metrics)
-        return original(scheduler, metrics, *args, **kwargs)
-
-    @never_raises
-    def _record_metric(self, metrics: Any) -> None:
+    def plateau_step(self, _: Any, metrics: Any, *__: Any, **___: Any) -> None:
         with self.recorder.hide():
             self.recorder.write(events.SchedulerStep(float(metrics)))
 
-    def scheduler_step(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def scheduler_step(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if getattr(scheduler, "last_epoch", -1) >= 0:  # not the one that its __init__ takes
             self.recorder.write(events.SchedulerStep())
-        return original(scheduler, *args, **kwargs)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

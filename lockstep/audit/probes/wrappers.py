@@ -20,13 +20,13 @@ _MOST_BYPASSES = 20
 
 def install(context: Context) -> "Wrappers":
     probe, patches = Wrappers(context), context.patches
-    context.watch(DistributedDataParallel, "__init__", probe.ddp_init)
-    context.watch(DistributedDataParallel, "forward", probe.ddp_forward)
-    context.watch(DistributedDataParallel, "no_sync", probe.no_sync)
+    context.watch(DistributedDataParallel, "__init__", after=probe.ddp_created, hide=True)
+    context.intercept(DistributedDataParallel, "forward", probe.ddp_forward)
+    context.intercept(DistributedDataParallel, "no_sync", probe.no_sync)
     patches.when_imported("torch.distributed.fsdp", probe.watch_fsdp)
     patches.when_imported(
         "torch.distributed.tensor.parallel",
-        lambda parallel: context.watch(parallel, "parallelize_module", probe.parallelize_module),
+        lambda parallel: context.watch(parallel, "parallelize_module", after=probe.parallelized, hide=True),
     )
     patches.when_imported(
         "torch.distributed.algorithms.join", lambda join: context.watch(join.Join, "__enter__", probe.join)
@@ -49,11 +49,7 @@ class Wrappers:
         """For wrappers that search for unused parameters: those with a gradient in this step."""
 
     # -- DDP ---------------------------------------------------------------------------------------------------------
-    def ddp_init(
-        self, original: Function, wrapper: DistributedDataParallel, /, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> None:
-        with self.recorder.hide():
-            original(wrapper, module, *args, **kwargs)
+    def ddp_created(self, _: None, wrapper: DistributedDataParallel, module: nn.Module, *__: Any, **___: Any) -> None:
         number = len(self.context.wrappers)
         self.context.wrappers.append(wrapper)
         self.context.covered |= {id(p) for p in module.parameters()}
@@ -120,25 +116,20 @@ class Wrappers:
 
     # -- FSDP and others ---------------------------------------------------------------------------------------------
     def watch_fsdp(self, fsdp: Any) -> None:
-        self.context.watch(fsdp, "fully_shard", self.fully_shard)
-        self.context.watch(fsdp.FullyShardedDataParallel, "__init__", self.fsdp_init)
+        self.context.watch(fsdp, "fully_shard", after=self.sharded, hide=True)
+        self.context.watch(fsdp.FullyShardedDataParallel, "__init__", after=self.fsdp_created, hide=True)
 
-    def fsdp_init(self, original: Function, wrapper: nn.Module, /, *args: Any, **kwargs: Any) -> None:
-        with self.recorder.hide():
-            original(wrapper, *args, **kwargs)
+    def fsdp_created(self, _: None, wrapper: nn.Module, *__: Any, **___: Any) -> None:
         self.context.shards.append(wrapper)
         self.context.covered |= {id(p) for p in wrapper.parameters()}
         self.recorder.write(FSDPInit())
 
-    def fully_shard(self, original: Function, module: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.recorder.hide():
-            result = original(module, *args, **kwargs)
+    def sharded(self, _: Any, module: Any, *__: Any, **___: Any) -> None:
         for part in module if isinstance(module, (list, tuple)) else [module]:
             self.context.covered |= {id(p) for p in part.parameters()}
             self.patches.later(part.register_forward_pre_hook(Hook(self._enter_shard), prepend=True).remove)
             self.patches.later(part.register_forward_hook(Hook(self._leave_shard), always_call=True).remove)
         self.recorder.write(FSDPInit())
-        return result
 
     def _enter_shard(self, module: nn.Module, _: Any) -> None:
         self.shard_depth += 1
@@ -150,18 +141,12 @@ class Wrappers:
         if self.shard_depth == 0 and not self.context.hidden:
             self.recorder.write(Return())
 
-    def parallelize_module(
-        self, original: Function, module: Any, device_mesh: Any = None, *args: Any, **kw: Any
-    ) -> Any:
-        with self.recorder.hide():
-            result = original(module, device_mesh, *args, **kw)
+    def parallelized(self, _: Any, module: nn.Module, device_mesh: Any = None, *__: Any, **___: Any) -> None:
         ranks = device_mesh.mesh.flatten().tolist() if device_mesh is not None else range(self.context.world)
         self.recorder.write(TensorParallel(sorted(ranks)))
-        return result
 
-    def join(self, original: Function, join: Any) -> Any:
+    def join(self, _: Any) -> None:
         self.recorder.write(Join())
-        return original(join)
 
 
 def _local_norms(module: nn.Module) -> list[str]:
