@@ -1,4 +1,4 @@
-"""lockstep audit: start any training script on a few ranks, watch it, say what is silently wrong with it."""
+"""lockstep audit: start any training script on a few ranks, watch it, report its silent bugs."""
 
 import re
 from collections.abc import Iterator
@@ -20,22 +20,22 @@ from .verdict import Verdict
 
 @dataclass
 class Audit:
-    """What to watch, and for how long. What follows -- is the script with its own flags, or -m and a module."""
+    """What to watch, and for how long. After -- comes the script with its own flags, or -m and a module."""
 
     nproc: int = 2
     """Ranks to start."""
     steps: int = 20
-    """Optimizer steps after which the audit has seen enough; 0: until the script ends."""
+    """Optimizer steps to watch; 0: until the script ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu: what the script does with CUDA and NCCL is done on the CPU with gloo. auto: so, where there is no GPU."""
+    """cpu: CUDA and NCCL are mapped onto the CPU and gloo. auto: cpu if there is no GPU."""
     json: Path | None = None
-    """Write the findings here, for programs."""
+    """File for the findings, as JSON."""
     html: Path | None = None
-    """Write a report here, for people: one page with code, timeline and ledger."""
+    """File for a report: one page with code, timeline and sample ledger."""
     patience: float = 30.0
-    """Seconds without any progress on any rank after which the script is taken to hang."""
+    """Seconds without progress on any rank after which the script counts as hanging."""
     limit: float = 1800.0
-    """Seconds after which it is ended in any case."""
+    """Seconds after which the script is killed in any case."""
 
     def __post_init__(self) -> None:
         for name, least in (("nproc", 1), ("steps", 0), ("patience", 0.1), ("limit", 1)):
@@ -48,7 +48,7 @@ _NO_SUCH_GPU = ("invalid device ordinal", "out of index range", "num_gpus INTERN
 
 
 def audit(words: list[str]) -> int:
-    """The command. Exit status 1 if there are errors, 2 if it could not begin."""
+    """Run the command and return its exit status: 1 if there are errors, 2 if it could not begin."""
     split = words.index("--") if "--" in words else len(words)
     options = tyro.cli(Audit, args=words[:split], prog="lockstep audit", use_underscores=True)
     verdict = examine(words[split + 1 :], options)
@@ -73,12 +73,12 @@ def examine(script: list[str], options: Audit) -> Verdict:
 
 def _check(script: list[str]) -> None:
     if not script:
-        raise ValueError("say what to audit: lockstep audit [flags] -- train.py [its flags], or -- -m module")
+        raise ValueError("nothing to audit: lockstep audit [flags] -- train.py [its flags], or -- -m module")
     if script[0] == "-m":
         if len(script) < 2:
-            raise ValueError("-m takes the name of a module")
+            raise ValueError("-m needs the name of a module")
     elif not Path(script[0]).is_file():
-        raise ValueError(f"there is no script {script[0]!r} here ({Path.cwd()})")
+        raise ValueError(f"no script {script[0]!r} in {Path.cwd()}")
 
 
 def _order(script: list[str], options: Audit) -> Order:
@@ -94,7 +94,7 @@ def _notes(trace: Trace, order: Order) -> Iterator[str]:
     """Where what was watched differs from what the script would do elsewhere, and what was not watched."""
     rank = trace.ranks[0]
     if trace.over:
-        yield "the time was over (--limit) before the script ended; the findings hold up to there"
+        yield "the script was killed after --limit seconds; the findings are about the time until then"
     yield from _device_notes(trace, order)
     for failure in trace.failed_probes:
         yield f"a probe failed, and what it checks was not seen ({failure})"

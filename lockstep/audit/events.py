@@ -80,7 +80,7 @@ class InitGroup(Event):
 @dataclass(slots=True)
 class Device(Event):
     op: str
-    """use: a tensor or module goes there; device_ids: DDP was given it; set_device; framework."""
+    """use: a tensor or module is moved to it; device_ids: DDP is given it; set_device; framework."""
     index: int
 
 
@@ -94,7 +94,7 @@ class Environment(Event):
     """What the user had set."""
 
 
-# -- calls: entered here, left with a Return --------------------------------------------------------------------------
+# -- calls: entered, and left with a Return ---------------------------------------------------------------------------
 @dataclass(slots=True)
 class Collective(Event):
     op: str
@@ -171,7 +171,7 @@ class Step(Event):
     backwards: int = 1
     """Backward passes since its step before."""
     stale: bool = False
-    """Whether gradients of the step before were still there when these were computed."""
+    """Whether the gradients of the step before were not cleared."""
     prints: int = 0
     waits: list[tuple[str, int, str]] = field(default_factory=list)
     """File, line and method of Tensor where the script waited for the device."""
@@ -187,7 +187,7 @@ class Step(Event):
     not_wrapped: list[str] = field(default_factory=list)
     """Parameters that neither DDP nor FSDP synchronises, though one of them is in use."""
     no_gradient_yet: list[str] | None = None
-    """Parameters that had no gradient in any step so far; None: not looked for in this step."""
+    """Parameters that had no gradient in any step so far; None: not checked in this step."""
     not_optimized: list[str] = field(default_factory=list)
     """Parameters with a gradient that are in no optimizer."""
 

@@ -200,9 +200,10 @@ class Rank:
         at = self.stack[0] if self.stack else last.at if last else None
         if self.first(StepLimit):
             return "had taken its steps"
+        if end and end.error:
+            return f"had failed at {end.at}: {shorten(end.error, 160, placeholder=' …')}"
         if end:
-            failed = f"had failed at {end.at}: {shorten(self.error, 160, placeholder=' …')}"
-            return "had ended" if end.ok else failed if end.error else f"had ended with status {end.status}"
+            return "had ended" if end.ok else f"had ended with status {end.status}"
         if self.failed:
             return f"was {self.exit_status}" + (f" at {at}" if at else "")
         if not self.events:
@@ -236,8 +237,12 @@ def _passes(events: list[Event]) -> list[Pass]:
                 last = current
                 last.add(event)
                 loaded += [last] if last.unused == 1 and event.grad_enabled else []
-            # some loops never ask for the batch after the last
-            if current and not current.ended and (isinstance(event, PassEnd) or _is_last(current)):
+            # the number of batches also counts: some loops never ask for one more
+            if (
+                current
+                and not current.ended
+                and (isinstance(event, PassEnd) or current.batches == current.start.batches)
+            ):
                 current.ended = True
                 after.append(current)
         elif isinstance(event, Backward) and last:
@@ -259,10 +264,6 @@ def _passes(events: list[Event]) -> list[Pass]:
     for one in found.values():  # the model's inputs are sampled in some steps only
         one.model_rows = one.model_rows or largest[one.at]
     return list(found.values())
-
-
-def _is_last(current: Pass) -> bool:
-    return current.batches == current.start.batches
 
 
 def _train_on(loaded: list[Pass], last: Pass) -> None:

@@ -1,6 +1,6 @@
 """The file of one rank: events as lines of JSON, written while the script runs and read when it has ended.
 
-A line is written when the event happens, so that it is there also if the rank hangs or is killed later. Ranks write
+A line is written when the event happens, so that it is not lost if the rank hangs or is killed later. Ranks write
 files of their own and exchange nothing: the script's process group is not used.
 """
 
@@ -32,7 +32,7 @@ class Recorder:
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
         self.on_gpu = False
-        """Whether the script works on a GPU, or believes so: waits for the device matter there."""
+        """Whether the script uses a GPU, or a CPU that CUDA is mapped onto: then waits for the device matter."""
         self.owner = os.getpid()
         self.hidden = threading.local()
         self._open(f"rank{rank}.jsonl")

@@ -1,4 +1,4 @@
-"""The verdict of an audit: what was found, and one sentence that says it on the terminal, in JSON and on the page."""
+"""The verdict of an audit: what was found, and the one sentence for terminal, JSON and page."""
 
 from dataclasses import dataclass
 

@@ -221,9 +221,9 @@ def test_who_ends_the_audit_ends_its_ranks(tmp_path: Path, number: int, status: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say what to audit"),
+        ([], "nothing to audit"),
         (["--", "absent.py"], "no script 'absent.py'"),
-        (["--", "-m"], "-m takes the name of a module"),
+        (["--", "-m"], "-m needs the name of a module"),
         pytest.param(
             ["--device", "cuda", "--", "train.py"],
             "no GPU is visible",

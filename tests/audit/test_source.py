@@ -13,7 +13,7 @@ from lockstep.audit.probes.tensors import sample_hashes, tensors
 from lockstep.audit.recorder import unpacked
 from lockstep.audit.source import Site, declared_flag, depends_on_rank, reads_entry
 
-ASKED = {
+READ = {
     "at once": "torch.load(p)['epoch']",
     "by a name": "c = torch.load(p)\nstart = c['epoch']",
     "with a default": "with open(p) as f:\n    c: dict = torch.load(f)\nstart = c.get('epoch', 0) + 1",
@@ -23,7 +23,7 @@ ASKED = {
     "in a method": "class Run:\n    def go(self, state):\n        return state['epoch']\nRun().go(torch.load(p))",
     "used before it is defined": "def go():\n    c = read()\n    c['epoch']\ndef read():\n    return torch.load(p)",
 }
-ASKED |= {
+READ |= {
     "if there is one": "c = torch.load(p) if p else None\nif c:\n    start = c['epoch']",
     "of a copy": "c = dict(torch.load(p))\nc['epoch']",
     "of one of two": "def read(p):\n    return torch.load(p)\nc, name = read(p)\nc['epoch']",
@@ -33,7 +33,7 @@ ASKED |= {
     "of what was added": "state = {'epoch': 0}\nstate.update(torch.load(p))\nstart = state['epoch']",
     "under another name": "import torch as T\nc = T.load(p)\nc['epoch']",
 }
-NOT_ASKED = {
+NOT_READ = {
     "other entries": "c = torch.load(p)\nmodel.load_state_dict(c['model'])",
     "a comment": "c = torch.load(p)\n# start = c['epoch']",
     "a string": "c = torch.load(p)\nprint(\"c['epoch']\")",
@@ -45,15 +45,15 @@ NOT_ASKED = {
 }
 
 
-@pytest.mark.parametrize("way", ASKED)
-def test_a_script_that_asks_a_checkpoint_how_far_it_was(tmp_path: Path, way: str) -> None:
-    (tmp_path / "train.py").write_text(ASKED[way])
+@pytest.mark.parametrize("way", READ)
+def test_a_script_that_reads_how_far_training_was(tmp_path: Path, way: str) -> None:
+    (tmp_path / "train.py").write_text(READ[way])
     assert reads_entry([str(tmp_path / "train.py")], ["step", "epoch"]) is True
 
 
-@pytest.mark.parametrize("way", NOT_ASKED)
-def test_a_script_that_does_not_ask_it(tmp_path: Path, way: str) -> None:
-    (tmp_path / "train.py").write_text(NOT_ASKED[way])
+@pytest.mark.parametrize("way", NOT_READ)
+def test_a_script_that_does_not_read_it(tmp_path: Path, way: str) -> None:
+    (tmp_path / "train.py").write_text(NOT_READ[way])
     assert reads_entry([str(tmp_path / "train.py")], ["step", "epoch"]) is False
 
 

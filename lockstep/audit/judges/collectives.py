@@ -1,4 +1,4 @@
-"""Ranks call the same collectives in the same order, take as many steps, and come to an end."""
+"""Ranks call the same collectives in the same order, take the same number of steps, and end."""
 
 import signal
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def judge(trace: Trace) -> Iterator[Finding]:
         yield from filter(None, [uneven or mismatch])
         if trace.hung and not any(map(_failed_by_itself, trace.ranks)):
             at = next((rank.stack[0] for rank in trace.ranks if rank.stack), None)
-            yield finding("hangs", "the ranks wait for each other for ever", at, *_outcomes(trace.ranks))
+            yield finding("hangs", "the ranks wait for each other forever", at, *_outcomes(trace.ranks))
     yield from _crashes(trace)
 
 

@@ -69,7 +69,7 @@ def _own_sets(group: list[Pass], trace: Trace) -> bool:
 
 def _same_samples(group: list[Pass]) -> bool | None:
     """Whether one index is the same sample on all ranks, by the tensors of it: some may be drawn at random, labels
-    hardly ever. None: it cannot be said."""
+    hardly ever. None: too little is known."""
     both = [(group[0].parts[n], one.parts[n]) for one in group[1:] for n in one.parts if n in group[0].parts]
     if len(both) < _ENOUGH:
         return None

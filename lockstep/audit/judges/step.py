@@ -14,10 +14,10 @@ def judge(trace: Trace) -> Iterator[Finding]:
     if len(stale) >= 2:
         what = "gradients of the step before are still there when the next one's are computed"
         yield finding("no-zero-grad", what, stale[0].at, f"seen in {len(stale)} steps, first in {stale[0].n}")
-    alone = next((s for s in rank.of(Step) if s.backwards == 0 and not s.without_gradients), None)
-    if alone:
+    without = next((s for s in rank.of(Step) if s.backwards == 0 and not s.without_gradients), None)
+    if without:
         what = "an optimizer step without a backward pass since the last one"
-        yield finding("step-without-backward", what, alone.at, f"step {alone.n}")
+        yield finding("step-without-backward", what, without.at, f"step {without.n}")
     region = next((r for r in rank.of(NoSync) if r.backwards and not r.forwards), None)
     if region:
         what = "only the backward pass is under no_sync(): gradients are synchronised all the same"

@@ -47,7 +47,7 @@ class Training:
         self.backwards: dict[int, int] = {}
         """Backward passes since each optimizer's last step."""
         self.stale: dict[int, bool] = {}
-        """Whether the gradients of each optimizer's last step are still there."""
+        """Whether the gradients of each optimizer's last step were not cleared."""
         self.counts: dict[int, int] = {}
         """Steps of each optimizer."""
         self.no_gradient_yet: set[str] = set()
@@ -156,7 +156,7 @@ class Training:
 
     @never_raises
     def check_cleared(self, *_: Any, **__: Any) -> None:
-        """Note for which optimizers the gradients of the last step are gone."""
+        """Note for which optimizers the gradients of the last step were cleared."""
         for number, optimizer in enumerate(self.context.optimizers):
             if self.stale.get(number) and should_sample(self.counts[number]):
                 self.stale[number] = False  # also if the check fails
@@ -268,7 +268,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _rates(optimizer: Optimizer) -> list[float]:
     rates = (group.get("lr") for group in optimizer.param_groups)
-    return [float(rate) for rate in rates if isinstance(rate, (int, float, Tensor))]  # some keep None there
+    return [float(rate) for rate in rates if isinstance(rate, (int, float, Tensor))]  # some have None
 
 
 def _generator_state(batch: Tensor | None) -> bytes:

@@ -1,4 +1,4 @@
-"""DDP and FSDP: what they wrap, whether the forward pass goes through them, what they are told to leave out."""
+"""DDP and FSDP: what they wrap, whether the forward pass goes through them, what they skip."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -50,7 +50,7 @@ def ledger(trace: Trace) -> str:
     """The section."""
     passes = _passes(trace)
     if not passes:
-        text = "No sample came from a DataLoader, so there is nothing to enter here."
+        text = "No sample came from a DataLoader, so the ledger is empty."
         return section("samples", "Samples", f'<p class="muted">{text}</p>')
     figures = "".join(_figure(title, joint) for title, joint in passes[:_PICTURES])
     pictures = f'<div class="passes">{figures}</div>'
@@ -76,8 +76,10 @@ def _share(joint: JointPass) -> Share | None:
     if not all(len(part) for part in samples.values()):
         return None
     if joint.is_stream:
-        given, first, place = np.unique(np.concatenate(list(samples.values())), return_index=True, return_inverse=True)
-        arrival = np.argsort(np.argsort(first))[place]
+        given, first, inverse = np.unique(
+            np.concatenate(list(samples.values())), return_index=True, return_inverse=True
+        )
+        arrival = np.argsort(np.argsort(first))[inverse]
         parts = np.split(arrival, np.cumsum([len(part) for part in samples.values()])[:-1])
         return Share(dict(zip(samples, parts, strict=True)), len(given), ("in the order they came", ""))
     whole = _whole(joint) if joint.finished else _distinct(samples.values())

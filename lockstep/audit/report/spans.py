@@ -35,18 +35,18 @@ def spans_of(rank: Rank, until: float) -> list[Span]:
 def _around_batches(rank: Rank) -> Iterator[Span]:
     """Loading, and forward passes without a wrapper: these are not recorded, but fill the time from a batch to what
     follows it."""
-    begun: Event | None = None
+    given: Event | None = None
     for event in rank.events:
         start = event.t - event.loading if isinstance(event, Batch) else event.t
-        if begun is not None and isinstance(event, _AFTER_FORWARD):
-            yield Span("forward", begun.t, max(begun.t, start), _label("forward", begun))
-            begun = None
+        if given is not None and isinstance(event, _AFTER_FORWARD):
+            yield Span("forward", given.t, max(given.t, start), _label("forward", given))
+            given = None
         if isinstance(event, Batch):
             yield Span("loading", start, event.t, _label("loading", event))
-        if isinstance(event, Batch) or (isinstance(event, ModelInput) and begun is None):
-            begun = event
+        if isinstance(event, Batch) or (isinstance(event, ModelInput) and given is None):
+            given = event
         elif isinstance(event, Forward):
-            begun = None
+            given = None
 
 
 def _label(name: str, event: Event) -> str:
@@ -57,14 +57,14 @@ def thinned(spans: list[Span], begin: float, end: float, cells: int) -> list[Spa
     """At most as many spans as cells, and the open ones: each cell has the kind that took most of its time, equal
     neighbours are one."""
     width = (end - begin) / cells
-    taken: list[dict[str, float]] = [defaultdict(float) for _ in range(cells)]
+    seconds: list[dict[str, float]] = [defaultdict(float) for _ in range(cells)]
     for span in (s for s in spans if not s.is_open):
         first, last = (min(cells - 1, max(0, int((t - begin) / width))) for t in (span.start, span.end))
         for n in range(first, last + 1):
             left = begin + n * width
-            taken[n][span.kind] += max(0.0, min(span.end, left + width) - max(span.start, left))
+            seconds[n][span.kind] += max(0.0, min(span.end, left + width) - max(span.start, left))
     merged: list[Span] = []
-    for n, times in enumerate(taken):
+    for n, times in enumerate(seconds):
         kind = max(times, key=lambda k: times[k], default="")
         if not kind or times[kind] < width - sum(times.values()):
             continue
