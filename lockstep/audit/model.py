@@ -231,18 +231,14 @@ def _passes(events: list[Event]) -> list[Pass]:
     for event in events:
         if isinstance(event, PassStart):
             found[event.loader, event.epoch] = Pass(event)
-        elif isinstance(event, (Batch, PassEnd)):
-            current = found.get((event.loader, event.epoch))
-            if current and isinstance(event, Batch):
+        elif isinstance(event, (Batch, PassEnd)) and (current := found.get((event.loader, event.epoch))):
+            if isinstance(event, Batch):
                 last = current
                 last.add(event)
                 loaded += [last] if last.unused == 1 and event.grad_enabled else []
-            # the number of batches also counts: some loops never ask for one more
-            if (
-                current
-                and not current.ended
-                and (isinstance(event, PassEnd) or current.batches == current.start.batches)
-            ):
+            # some loops never ask for one batch more
+            complete = isinstance(event, PassEnd) or current.batches == current.start.batches
+            if complete and not current.ended:
                 current.ended = True
                 after.append(current)
         elif isinstance(event, Backward) and last:
