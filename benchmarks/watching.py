@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from lockstep.audit import probes
-from lockstep.audit.trace import Recorder
+from lockstep.audit.recorder import Recorder
 from lockstep.distributed import World, pick_device
 from lockstep.flags import parse
 from lockstep.recipe import find

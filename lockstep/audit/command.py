@@ -1,6 +1,7 @@
-"""lockstep audit: start any training script on a few ranks, watch it, say what is silently wrong with it."""
+"""lockstep audit: start any training script on a few ranks, watch it, report its silent bugs."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -8,33 +9,34 @@ from typing import Literal
 import torch
 import tyro
 
-from . import report
-from .catalog import Finding
+from . import events, report
 from .emulate import cuda_on_cpu
-from .judge import judge
+from .judges import judge
 from .launcher import run_ranks
-from .trace import Trace, claim, where
+from .model import Trace
+from .source import audit_package
+from .verdict import Verdict
 from .worker import LaunchSpec
 
 
 @dataclass
 class Audit:
-    """What to watch, and for how long. What follows -- is the script with its own flags, or -m and a module."""
+    """What to watch, and for how long. After -- comes the script with its own flags, or -m and a module."""
 
     nproc: int = 2
     """Ranks to start."""
     steps: int = 20
-    """Optimizer steps after which the audit has seen enough; 0: until the script ends."""
+    """Optimizer steps to watch; 0: until the script ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu: what the script does with CUDA and NCCL is done on the CPU with gloo. auto: so, where there is no GPU."""
+    """cpu: CUDA and NCCL are mapped onto the CPU and gloo. auto: cpu if there is no GPU."""
     json: Path | None = None
-    """Write the findings here, for programs."""
+    """File for the findings, as JSON."""
     html: Path | None = None
-    """Write a report here, for people: one page with code, timeline and ledger."""
+    """File for a report: one page with code, timeline and sample ledger."""
     patience: float = 30.0
-    """Seconds without any progress on any rank after which the script is taken to hang."""
+    """Seconds without progress on any rank after which the script counts as hanging."""
     limit: float = 1800.0
-    """Seconds after which it is ended in any case."""
+    """Seconds after which the script is killed in any case."""
 
     def __post_init__(self) -> None:
         for name, least in (("nproc", 1), ("steps", 0), ("patience", 0.1), ("limit", 1)):
@@ -42,27 +44,12 @@ class Audit:
                 raise ValueError(f"{name} is at least {least}, not {getattr(self, name)}")
 
 
-_NOT_THERE = ("invalid device ordinal", "out of index range", "num_gpus INTERNAL ASSERT")
-"""What CUDA and torch say of a GPU that is not there."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What an audit found."""
-
-    words: list[str]
-    trace: Trace
-    findings: list[Finding]
-    notes: list[str]
-    """Where what was watched is not quite what the script would do elsewhere."""
-
-    @property
-    def status(self) -> int:
-        return int(any(f.severity == "error" for f in self.findings))
+_NO_SUCH_GPU = ("invalid device ordinal", "out of index range", "num_gpus INTERNAL ASSERT")
+"""In errors of CUDA and torch about a GPU that does not exist."""
 
 
 def audit(words: list[str]) -> int:
-    """The command. Exit status 1 if there are errors, 2 if it could not begin."""
+    """Run the command and return its exit status: 1 if there are errors, 2 if it could not begin."""
     split = words.index("--") if "--" in words else len(words)
     options = tyro.cli(Audit, args=words[:split], prog="lockstep audit", use_underscores=True)
     verdict = examine(words[split + 1 :], options)
@@ -77,22 +64,22 @@ def audit(words: list[str]) -> int:
 def examine(script: list[str], options: Audit) -> Verdict:
     """Run the script and judge what its ranks did."""
     _check(script)
-    claim(script[1] if script[0] == "-m" else None)
+    audit_package(script[1] if script[0] == "-m" else None)
     spec = _launch_spec(script, options)
     trace = run_ranks(spec, options.patience, options.limit)
     if _scales_by_world(trace, script) and spec.nproc > 1:
-        trace.alone = run_ranks(replace(spec, nproc=1, steps=1), options.patience, options.limit)
-    return Verdict(script, trace, judge(trace), _remarks(trace, spec))
+        trace.single = run_ranks(replace(spec, nproc=1, steps=1), options.patience, options.limit)
+    return Verdict(script, trace, judge(trace), list(_notes(trace, spec)))
 
 
 def _check(script: list[str]) -> None:
     if not script:
-        raise ValueError("say what to audit: lockstep audit [flags] -- train.py [its flags], or -- -m module")
+        raise ValueError("nothing to audit: lockstep audit [flags] -- train.py [its flags], or -- -m module")
     if script[0] == "-m":
         if len(script) < 2:
-            raise ValueError("-m takes the name of a module")
+            raise ValueError("-m needs the name of a module")
     elif not Path(script[0]).is_file():
-        raise ValueError(f"there is no script {script[0]!r} here ({Path.cwd()})")
+        raise ValueError(f"no script {script[0]!r} in {Path.cwd()}")
 
 
 def _launch_spec(script: list[str], options: Audit) -> LaunchSpec:
@@ -104,56 +91,53 @@ def _launch_spec(script: list[str], options: Audit) -> LaunchSpec:
     return LaunchSpec(script, options.nproc, options.steps, mapped, shares)
 
 
-def _remarks(trace: Trace, spec: LaunchSpec) -> list[str]:
-    remarks = []
+def _notes(trace: Trace, spec: LaunchSpec) -> Iterator[str]:
+    """Where what was watched differs from what the script would do elsewhere, and what was not watched."""
     rank = trace.ranks[0]
     if trace.over:
-        remarks.append("the time was over (--limit) before the script ended; what is said holds up to there")
-    if spec.cuda_on_cpu and rank.of("device"):
-        remarks.append(
-            "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"
-        )
-    if spec.cuda_on_cpu and rank.of("device") and any(r.failed for r in trace.ranks):
-        remarks.append("the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda")
-    if spec.shared_gpu and rank.of("device"):
-        remarks.append(
-            f"{spec.nproc} ranks share one GPU, whichever of {spec.nproc} they ask for (NCCL over sockets): timings "
-            "mean nothing"
-        )
-    said = " ".join(r.printed + (r.first("end") or {}).get("why", "") for r in trace.ranks if r.failed)
-    if spec.shared_gpu and "out of memory" in said:
-        remarks.append("the memory of one GPU did not hold all ranks: try a smaller batch, or --device cpu")
-    if spec.shared_gpu and any(words in said for words in _NOT_THERE):
-        remarks.append(
-            "the script reached for a second GPU in a way that is not mapped onto the first: try --device cpu"
-        )
-    remarks += [f"a probe failed, and what it looks at was not seen ({failure})" for failure in trace.blind]
-    if any(not s.get("sums", True) for s in rank.steps) and rank.of("fsdp"):
-        remarks.append("sharded parameters are each rank's own: their weights were not compared")
-    if group := rank.first("tensor_parallel"):
-        numbers = ", ".join(map(str, group["ranks"]))
-        remarks.append(f"ranks {numbers} hold parts of one layer: that they see the same samples is as it should be")
-    begun = max((s["nprocs"] for s in rank.of("spawn")), default=trace.world)
-    if rank.of("rank_started"):
-        begun = max(r[key] for kind, key in (("rank_started", "n"), ("meeting", "world")) for r in rank.of(kind))
-    if begun != trace.world:
-        remarks.append(
-            f"the script would start {begun} ranks itself (--nproc {begun}); it was watched on {trace.world}"
-        )
-    if started := rank.first("process"):
-        at = where(started)
-        remarks.append(f"the script starts processes of its own ({at}), which were not watched")
-    if any(r["workers"] and r["start"] not in (None, "fork") for r in rank.of("loader")):
-        remarks.append("loader workers that are not forked carry no probes: what they draw at random was not seen")
-    if rank.steps and not rank.of("loader"):
-        remarks.append("no DataLoader was used: which samples a rank saw is known only from the model's inputs")
-    return remarks
+        yield "the script was killed after --limit seconds; the findings are about the time until then"
+    yield from _device_notes(trace, spec)
+    for failure in trace.failed_probes:
+        yield f"a probe failed, and what it checks was not seen ({failure})"
+    if rank.first(events.FSDPInit) and any(not weights.checksums for weights in rank.of(events.Weights)):
+        yield "sharded parameters differ between ranks: their weights were not compared"
+    if parallel := rank.first(events.TensorParallel):
+        numbers = ", ".join(map(str, parallel.ranks))
+        yield f"ranks {numbers} hold parts of one layer: that they see the same samples is as it should be"
+    started = max((spawn.nprocs for spawn in rank.of(events.Spawn)), default=trace.world)
+    if rank.first(events.RankStarted):
+        started = max([e.n for e in rank.of(events.RankStarted)] + [e.world for e in rank.of(events.InitGroup)])
+    if started != trace.world:
+        yield f"the script would start {started} ranks itself (--nproc {started}); it was watched on {trace.world}"
+    if process := rank.first(events.ProcessStarted):
+        yield f"the script starts processes of its own ({process.at}), which were not watched"
+    if any(start.workers and start.start_method not in (None, "fork") for start in rank.of(events.PassStart)):
+        yield "loader workers that are not forked carry no probes: what they draw at random was not seen"
+    if rank.steps and not rank.first(events.PassStart):
+        yield "no DataLoader was used: which samples a rank saw is known only from the model's inputs"
+
+
+def _device_notes(trace: Trace, spec: LaunchSpec) -> Iterator[str]:
+    used, failed = trace.ranks[0].first(events.Device), [rank for rank in trace.ranks if rank.failed]
+    if spec.cuda_on_cpu and used:
+        yield "CUDA was mapped onto the CPU and NCCL onto gloo; autocast ran in bfloat16, nothing was compiled"
+        if failed:
+            yield "the script failed where CUDA was only mapped; if it is the mapping's fault, try --device cuda"
+    if spec.shared_gpu and used:
+        ranks = f"{spec.nproc} ranks share one GPU, whichever of {spec.nproc} they ask for"
+        yield f"{ranks} (NCCL over sockets): timings mean nothing"
+    if spec.shared_gpu:
+        output = " ".join(rank.printed + rank.error for rank in failed)
+        if "out of memory" in output:
+            yield "the memory of one GPU did not hold all ranks: try a smaller batch, or --device cpu"
+        if any(message in output for message in _NO_SUCH_GPU):
+            yield "the script uses a second GPU in a way that is not mapped onto the first: try --device cpu"
 
 
 def _scales_by_world(trace: Trace, script: list[str]) -> bool:
-    """Whether the source multiplies a learning rate by the world: worth a second run on one rank to compare with."""
+    """Whether the source multiplies a learning rate by the world size: then a run on one rank is compared."""
     files = {script[0]} if Path(script[0]).is_file() else set()
-    files |= {r["at"][0] for r in trace.ranks[0].of("optimizer") if r.get("at")}
+    files |= {event.at.file for event in trace.ranks[0].of(events.OptimizerInit) if event.at}
     world = r"(world_?size|world|num_(gpus|processes|replicas)|n_?gpus?|get_world_size\(\)|device_count\(\))"
     pattern = re.compile(rf"lr\b[^\n]*\*=?[^\n]*{world}|{world}[^\n]*\*[^\n]*lr\b", re.IGNORECASE)
     return any(pattern.search(Path(f).read_text(errors="replace")) for f in files if Path(f).is_file())

@@ -19,7 +19,8 @@ from typing import Literal
 
 import psutil
 
-from .trace import Site, Trace, foreign, read
+from .model import Trace, read_ranks
+from .source import Site, foreign
 from .worker import ALL_DONE, DONE, LaunchSpec, run_worker
 
 _POLL_SECONDS = 0.05
@@ -102,7 +103,7 @@ def run_ranks(spec: LaunchSpec, patience: float, limit: float) -> Trace:
             for process in processes if end != "finished" else []:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGSTOP)
-            ranks = read(folder, spec.nproc, statuses)
+            ranks = read_ranks(folder, spec.nproc, statuses)
             (folder / ALL_DONE).touch()
         for rank in ranks:
             rank.printed, rank.stack = printed[rank.number], stacks.get(rank.number, [])

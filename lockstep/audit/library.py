@@ -19,8 +19,10 @@ import torch.distributed as dist
 from ..watch import OutOfLockstep
 from . import probes
 from .catalog import Finding
-from .judge import judge
-from .trace import Rank, Recorder, Trace, lines
+from .events import End, Start
+from .judges import judge
+from .model import Rank, Trace, rank_of
+from .recorder import Recorder
 
 _TIMEOUT = timedelta(seconds=120)
 _calls = 0
@@ -53,18 +55,18 @@ def watch(raises: bool = True) -> Iterator[Watched]:
         recorder = Recorder(Path(folder), rank)
         patches = probes.install(recorder)
         probes.keep_store(patches)
-        recorder.write("start", None, argv=sys.argv, environment={})
+        recorder.write(Start({}))
         try:
             yield watched
-            recorder.write("end", None, how="done", status=0)
+            recorder.write(End("done", 0))
         except BaseException as error:
-            recorder.write("end", None, how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
+            recorder.write(End("crash", 1, f"{type(error).__name__}: {error}"[:2000]))
             patches.undo()
             _send(_files(recorder), rank, _prefixed(patches.store))  # the other ranks must not wait for this one
             raise
         patches.undo()
         trace = Trace(_gather(_files(recorder), rank, world, _prefixed(patches.store)))
-        watched.findings, watched.blind = judge(trace), trace.blind
+        watched.findings, watched.blind = judge(trace), trace.failed_probes
     errors = [f"{f.kind.name} at {f.at}: {f.what}" for f in watched.findings if f.severity == "error"]
     if errors and raises:
         raise OutOfLockstep("; ".join(errors))
@@ -99,11 +101,7 @@ def _gather(files: dict[str, str], rank: int, world: int, store: dist.Store | No
         store.set(f"{rank} has read", "")
         if rank == 0:  # this process may host the store, which ends with it
             store.wait([f"{other} has read" for other in range(world)], _TIMEOUT)
-    ranks = []
-    for number, texts in sorted(files_of.items()):
-        workers = [lines(text) for name, text in texts.items() if ".worker" in name]
-        ranks.append(Rank(number, lines(texts.get(f"rank{number}.jsonl", "")), workers, 0))
-    return ranks
+    return [rank_of(number, texts, 0) for number, texts in sorted(files_of.items())]
 
 
 def assert_in_lockstep(

@@ -1,4 +1,4 @@
-"""Functions replaced by watched ones, and put back."""
+"""Functions of other modules replaced, and restored."""
 
 import functools
 import importlib.abc
@@ -14,12 +14,12 @@ Arguments = dict[str, Any]
 
 
 class Patches:
-    """What was replaced, so that it can be undone in the reverse order."""
+    """What was replaced, to be restored in the reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
         self.store: Any = None
-        """The key-value store of the process group, kept for after the group is gone."""
+        """The key-value store of the process group, kept for after the group is destroyed."""
 
     def wrap(self, owner: Any, name: str, around: Callable[[Function], Function]) -> None:
         """Replace `owner.name` by `around(owner.name)`."""
@@ -57,7 +57,7 @@ class Patches:
         self._undo.append(undo)
 
     def when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
-        """Call `act` with a module once it is imported: a probe must not import what the script does not."""
+        """Call `act` with a module once it is imported: the audit must not import what the script does not."""
         if module in sys.modules:
             act(sys.modules[module])
             return
@@ -71,7 +71,7 @@ class Patches:
 
 
 class Hook:
-    """A hook that stays with its module: a copy of the module, or one that was saved and loaded, has an idle one."""
+    """A hook that stays with its module: in a copy of the module, or one that was saved and loaded, it does nothing."""
 
     def __init__(self, act: Function):
         self.act = act

@@ -1,16 +1,84 @@
-"""What the user's source says that no record shows: read as a tree, so that comments and strings do not count."""
+"""The user's source: which code is the user's, which line of it runs, and what its syntax tree shows."""
 
 import ast
+import importlib.machinery
+import os
+import re
+import sys
+import sysconfig
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
+import torch
+
+OURS = str(Path(__file__).parent) + os.sep
+_PATHS = sysconfig.get_paths()
+_LIBRARIES = (*(p + os.sep for p in (_PATHS["stdlib"], _PATHS["purelib"], str(Path(torch.__file__).parent))), OURS)
+_foreign: dict[str, bool] = {}
+_audited: set[str] = set()
+"""Folders of the installed package that is audited."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-_SAYING = ("print", "debug", "info", "warning", "log", "format")
+_PRINTING = ("print", "debug", "info", "warning", "log", "format")
 _COPYING = ("dict", "cast", "copy", "deepcopy")
 _ALL = "**"
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_RANK_WORDS = ({"rank"}, {"procid"}, {"process", "index"}, {"process", "zero"}, {"global", "zero"}, {"local", "zero"})
+"""A name with all words of one of these tells ranks apart: local_rank, SLURM_PROCID, is_global_zero."""
+_ROLES, _OF_ROLES = {"main", "master", "leader", "chief", "primary"}, {"is", "process", "node", "worker", "local"}
+"""So does a name of only these words: is_main, master_process; not main() or master_addr."""
 
 
+class Site(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+
+# -- files and frames -------------------------------------------------------------------------------------------------
+def foreign(file: str) -> bool:
+    """Whether code in `file` belongs to a library and not to the user."""
+    if file not in _foreign:
+        library = file.startswith(("<", *_LIBRARIES)) or generated(file) or f"{os.sep}site-packages{os.sep}" in file
+        _foreign[file] = library and (file.startswith(OURS) or not file.startswith(tuple(_audited)))
+    return _foreign[file]
+
+
+def generated(file: str) -> bool:
+    """Whether torch.compile wrote the code in `file`."""
+    return "torchinductor_" in file or file.startswith(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "\0")
+
+
+def audit_package(module: str | None) -> None:
+    """Count the installed package of a module, and no other, as the user's code. None: a script is audited."""
+    _audited.clear()
+    _foreign.clear()
+    package = (module or "").partition(".")[0]
+    if package in ("", "torch") or module == "lockstep.audit.call":  # these only start what is audited
+        return
+    spec = importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path])
+    if spec is not None:
+        folders = [str(Path(folder)) + os.sep for folder in spec.submodule_search_locations or ()]
+        _audited.update(folders or [spec.origin or "?"])
+
+
+def user_line() -> Site | None:
+    """The innermost line of the user's code on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not foreign(frame.f_code.co_filename):
+            return Site(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+# -- syntax trees -----------------------------------------------------------------------------------------------------
 def declared_flag(file: str, flags: tuple[str, ...]) -> str | None:
     """Which of `flags` a script's parser declares."""
     tree = _parsed(file)
@@ -22,21 +90,43 @@ def declared_flag(file: str, flags: tuple[str, ...]) -> str | None:
     return None
 
 
-def asks(files: Iterable[str], names: Iterable[str]) -> bool | None:
-    """Whether the files read one of the entries `names` of what they load; None if none of them can be read."""
+def reads_entry(files: Iterable[str], names: Iterable[str]) -> bool | None:
+    """Whether the files use an entry of what they load that has one of `names`; None if no file can be parsed."""
     trees = [tree for file in sorted(set(files)) if (tree := _parsed(file)) is not None]
     if not trees:
         return None
     nodes = [node for tree in trees for node in ast.walk(tree)]
     loaded, wanted = _Loaded(nodes), set(names)
-    shown = {id(part) for node in nodes if _shows(node) for part in ast.walk(node)}
-    used = (node for node in nodes if id(node) not in shown)
-    return any(loaded(thing) and keys & {_ALL, *wanted} for node in used for thing, keys in _read(node))
+    printed = {id(part) for node in nodes if _prints(node) for part in ast.walk(node)}
+    used = (node for node in nodes if id(node) not in printed)
+    return any(loaded(value) and keys & {_ALL, *wanted} for node in used for value, keys in _read(node))
 
 
-def _shows(node: ast.AST) -> bool:
-    """Whether something is made into words here: who says the epoch of a file does not go on from it."""
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node.func) in _SAYING)
+def depends_on_rank(at: Site | None) -> bool:
+    """Whether a line is in a branch whose condition names the rank."""
+    tree = _parsed(at.file) if at else None
+    if tree is None or at is None:
+        return False
+    branches = (n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.IfExp)))
+    tests = (n.test for n in branches if n.lineno <= at.line <= (n.end_lineno or 0))
+    return any(_names_rank(node) for test in tests for node in ast.walk(test))
+
+
+def _names_rank(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):  # os.environ["RANK"], but not __name__ == "__main__"
+        return isinstance(node.value, str) and bool(_words(node.value) & {"rank", "procid"})
+    words = _words(_name(node) or "")
+    role = bool(words & _ROLES) and words <= _ROLES | _OF_ROLES and words != {"main"}
+    return role or any(needed <= words for needed in _RANK_WORDS)
+
+
+def _words(name: str) -> set[str]:
+    return {word.lower() for word in _WORDS.findall(name)}
+
+
+def _prints(node: ast.AST) -> bool:
+    """Whether something is formatted or logged here: a script that prints a file's epoch need not resume from it."""
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node.func) in _PRINTING)
 
 
 def _parsed(file: str) -> ast.AST | None:
@@ -47,8 +137,8 @@ def _parsed(file: str) -> ast.AST | None:
 
 
 class _Loaded:
-    """Whether an expression is what was loaded. By names alone, wherever they are: a function that loads gives back
-    what it loaded, and what is passed to a function is in it what it was outside."""
+    """Whether an expression is a loaded checkpoint. Followed by name through the whole file: assignments, arguments,
+    and functions that return what they loaded."""
 
     def __init__(self, nodes: list[ast.AST]):
         imports = [a for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name == "torch"]
@@ -106,7 +196,7 @@ def _name(expression: ast.AST) -> str | None:
 
 
 def _read(node: ast.AST) -> Iterator[tuple[ast.AST, set[str]]]:
-    """The thing of which entries are read here, and their names."""
+    """The expressions whose entries are read at this node, with the names of the entries."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant):
         yield node.value, {str(node.slice.value)}
     if isinstance(node, ast.Call):

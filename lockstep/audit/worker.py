@@ -20,9 +20,10 @@ import torch
 
 from . import probes
 from .emulate import cuda_on_cpu, frameworks, shared_gpu, spawn
+from .events import End, Start, StepLimit
 from .patch import Patches
-from .source import declared_flag
-from .trace import SHARING, Recorder, Site, foreign
+from .recorder import Recorder
+from .source import Site, declared_flag, foreign
 
 _exit = os._exit
 _PR_SET_PDEATHSIG = 1
@@ -66,7 +67,7 @@ def run_worker(spec: LaunchSpec, rank: int, port: int, folder: Path) -> NoReturn
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
     recorder = Recorder(folder, rank)
     _install(spec, recorder)
-    recorder.write("start", None, argv=spec.argv, environment=_recorded_environment())
+    recorder.write(Start(_recorded_environment(), spec.shared_gpu))
     _finish(recorder, _run_script(spec.argv, recorder))
 
 
@@ -84,7 +85,7 @@ def _set_environment(spec: LaunchSpec, rank: int, port: int) -> None:
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.nproc)))
     if spec.shared_gpu:
-        os.environ["NCCL_HOSTID"] = f"{SHARING}{rank}"
+        os.environ["NCCL_HOSTID"] = f"lockstep-audit-rank-{rank}"
 
 
 def _install(spec: LaunchSpec, recorder: Recorder) -> None:
@@ -103,19 +104,19 @@ def _run_script(argv: list[str], recorder: Recorder) -> int:
     """Return the exit status of the script."""
     try:
         _run_as_main(argv)
-        recorder.write("end", None, how="done", status=0)
+        recorder.write(End("done", 0))
         return 0
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            recorder.write("end", None, how="exit", status=end.code or 0)
+            recorder.write(End("exit", end.code or 0))
             return end.code or 0
         os.write(2, f"{end.code}\n".encode())  # as Python does it
-        recorder.write("end", _user_line(end), how="exit", status=1, why=str(end.code)[:2000] or "SystemExit")
+        recorder.write(End("exit", 1, str(end.code)[:2000] or "SystemExit", at=_user_line(end)))
         return 1
     except BaseException as error:
         sys.stdout.flush()
         os.write(2, traceback.format_exc().encode())  # the script may have silenced print on all ranks but one
-        recorder.write("end", _user_line(error), how="crash", status=1, why=f"{type(error).__name__}: {error}"[:2000])
+        recorder.write(End("crash", 1, f"{type(error).__name__}: {error}"[:2000], at=_user_line(error)))
         return 1
 
 
@@ -164,12 +165,12 @@ def _exit_early(recorder: Recorder, status: int) -> NoReturn:
     """Replace `os._exit` of the script; processes that it forked exit as usual."""
     if recorder.in_worker:
         _exit(status)
-    recorder.write("end", None, how="exit", status=status)
+    recorder.write(End("exit", status))
     _finish(recorder, status)
 
 
 def _stop_at_limit(recorder: Recorder) -> NoReturn:
-    recorder.write("enough")
+    recorder.write(StepLimit())
     _finish(recorder, 0)
 
 

@@ -68,7 +68,7 @@ def test_a_script_with_an_error_has_status_1_and_is_told_where_and_why(tmp_path:
     done = audit(tmp_path, TRAIN.replace("model(a)", "model.module(a)"))
     assert done.returncode == 1 and names(tmp_path) == ["unsynchronised"]
     (found,) = json.loads((tmp_path / "audit.json").read_text())["findings"]
-    assert found["line"] == line_of(tmp_path, "model.module(a)") and found["why"] and found["mend"]
+    assert found["line"] == line_of(tmp_path, "model.module(a)") and found["why"] and found["fix"]
     assert "train.py" in done.stdout and ".module" in done.stdout
 
 
@@ -221,9 +221,9 @@ def test_who_ends_the_audit_ends_its_ranks(tmp_path: Path, number: int, status: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say what to audit"),
+        ([], "nothing to audit"),
         (["--", "absent.py"], "no script 'absent.py'"),
-        (["--", "-m"], "-m takes the name of a module"),
+        (["--", "-m"], "-m needs the name of a module"),
         pytest.param(
             ["--device", "cuda", "--", "train.py"],
             "no GPU is visible",

@@ -1,4 +1,4 @@
-"""The HTML report: all of it there, in one file, escaped, and true to the records."""
+"""The HTML report: all of it there, in one file, escaped, and true to the events."""
 
 import re
 from html import unescape
@@ -10,11 +10,27 @@ import numpy as np
 import pytest
 
 from lockstep.audit.catalog import finding
-from lockstep.audit.command import Verdict
-from lockstep.audit.html import as_html
-from lockstep.audit.html_spans import Span, spans_of, thinned
-from lockstep.audit.html_style import STYLE
-from lockstep.audit.trace import Rank, Record, Site, Trace, packed
+from lockstep.audit.events import (
+    Backward,
+    Batch,
+    Collective,
+    End,
+    Event,
+    Forward,
+    ModelInput,
+    PassEnd,
+    PassStart,
+    Return,
+    Start,
+    Step,
+)
+from lockstep.audit.model import Rank, Trace
+from lockstep.audit.recorder import packed
+from lockstep.audit.report import as_html
+from lockstep.audit.report.html import STYLE
+from lockstep.audit.report.spans import Span, spans_of, thinned
+from lockstep.audit.source import Site
+from lockstep.audit.verdict import Verdict
 
 VOID = {"meta", "br", "hr", "link", "img", "input"}
 Part = list[int] | None
@@ -22,44 +38,47 @@ Part = list[int] | None
 
 
 class Log:
-    """A rank's records, a millisecond apart."""
+    """A rank's events, a millisecond apart."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.events: list[Event] = []
         self.loaders = 0
         self.steps = 0
-        self.write("start")
+        self.write(Start({}))
 
-    def write(self, kind: str, line: int = 1, later: float = 0.001, **seen: Any) -> None:
-        t = self.records[-1]["t"] + later if self.records else 1000.0
-        self.records.append({"kind": kind, "t": t, "at": ["train.py", line], **seen})
+    def write(self, event: Event, line: int = 1, later: float = 0.001) -> None:
+        event.t = self.events[-1].t + later if self.events else 1000.0
+        event.at = Site("train.py", line)
+        self.events.append(event)
 
-    def step(self, **seen: Any) -> None:
+    def step(self) -> None:
         self.steps += 1
-        for kind in ("forward", "backward"):
-            self.write(kind, 15, phase="in")
-            self.write(kind, 15, phase="out")
-        self.write("step", 16, optimizer=0, n=self.steps, loading=0.0005, **seen)
+        for call in (Forward(True, True), Backward()):
+            self.write(call, 15)
+            self.write(Return(), 15)
+        self.write(Step(0, self.steps, [0.1]), 16)
 
     def load(self, samples: list[int], line: int = 14, trains: bool = True, ends: bool = True, **loader: Any) -> None:
         """A pass over `samples` in two batches."""
-        about: dict[str, Any] = {"type": "TensorDataset", "sampler": "DistributedSampler", "streams": False, "size": 64}
-        about |= {"dataset": 0, "subset": None, "batch_size": 8, "batches": None, "partial": False} | loader
+        about = {"type": "TensorDataset", "sampler": "DistributedSampler", "size": 64, "batch_size": 8} | loader
         self.loaders += 1
-        self.write("loader", line, n=self.loaders, epoch=1, **about)
+        self.write(PassStart(self.loaders, 1, 0, **about), line)
         for part in (samples[: len(samples) // 2], samples[len(samples) // 2 :]):
-            hashes = packed(np.array(part if about["streams"] else [], np.uint64))
-            given: dict[str, Any] = {"hashes": hashes} | ({} if about["streams"] else {"index": part})
-            self.write("batch", line, n=self.loaders, epoch=1, rows=len(part), learns=trains, **given)
+            batch = Batch(self.loaders, 1, len(part), trains, loading=0.0005)
+            if about.get("is_stream"):
+                batch.hashes = packed(np.array(part, np.uint64))
+            else:
+                batch.index = part
+            self.write(batch, line)
             if trains:
                 self.step()
         if ends:
-            self.write("pass_end", line, n=self.loaders, epoch=1)
+            self.write(PassEnd(self.loaders, 1), line)
 
-    def rank(self, number: int, status: int | None = 0, how: str = "done", **end: Any) -> Rank:
+    def rank(self, number: int, status: int | None = 0, error: str | None = None) -> Rank:
         if status is not None:
-            self.write("end", how=how, status=status, **end)
-        return Rank(number, self.records, [], status)
+            self.write(End("crash" if error else "done", status, error))
+        return Rank(number, self.events, [], status)
 
 
 def a_verdict(trace: Trace, *findings: Any, printed: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> Verdict:
@@ -88,7 +107,7 @@ def hung() -> Trace:
         log = Log()
         log.load(list(range(number, 64, 2)))
         if number == 0:
-            log.write("collective", 13, phase="in", op="barrier", n=1)
+            log.write(Collective("barrier"), 13)
         ranks.append(log.rank(number, None if number == 0 else 0))
     return Trace(ranks, hung=True)
 
@@ -118,7 +137,7 @@ class Balance(HTMLParser):
 
 def crashed() -> Trace:
     logs = [Log(), Log()]
-    return Trace([log.rank(n, 1, "crash", why="KeyError: '<tiny>'") for n, log in enumerate(logs)])
+    return Trace([log.rank(n, 1, "KeyError: '<tiny>'") for n, log in enumerate(logs)])
 
 
 PAGES = {
@@ -148,7 +167,7 @@ def test_every_section_is_there() -> None:
     for text in (
         "train.py --lr 0.1",
         "2 ranks",
-        "2 optimizer steps",
+        "2 steps",
         "epochs 1 and 2",
         "gone.py:14",
         "CUDA was mapped",
@@ -163,7 +182,7 @@ def test_every_section_is_there() -> None:
 def test_a_clean_verdict_says_so_and_has_no_findings() -> None:
     page = as_html(a_verdict(evens_and_odds()))
     assert 'class="verdict clean"' in page
-    assert "Nothing found: the ranks train one model on all of the data." in page
+    assert "<h1>nothing found: the ranks train one model on all of the data (2 ranks, 2 steps)</h1>" in page
     assert 'id="findings"' not in page
 
 
@@ -182,11 +201,11 @@ def test_what_scripts_and_errors_say_is_escaped(tmp_path: Path) -> None:
     found = finding("crashed", evil, Site(str(script), 1), evil)
     log = Log()
     log.load([0, 1], type=evil, sampler=evil)
-    log.write("collective", 3, phase="in", op=evil, n=1)
+    log.write(Collective(evil), 3)
     hanging = log.rank(0, None)
     hanging.stack = [Site(evil, 3)]
     verdict = a_verdict(Trace([hanging], hung=True), found, printed=(evil,), notes=(evil,))
-    verdict.words.append(evil)
+    verdict.script.append(evil)
     page = as_html(verdict)
     assert "<script" not in page and "<i>" not in page and "a<b>" not in page
     assert "&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;" in page
@@ -216,13 +235,13 @@ def test_a_hung_rank_is_hatched_and_says_what_it_waits_in() -> None:
     labels = re.findall(r'<text class="waiting"[^>]*>(.*?)</text>', page)
     assert labels == ["waits in barrier at train.py:13"]
     assert "barrier at train.py:13: never left" in page
-    assert "1 error; the ranks hang." in page
+    assert "<h1>1 error; the ranks hang (2 ranks, 2 steps)</h1>" in page
     assert "<li>rank 1 had ended</li>" in page
 
 
-def test_a_rank_that_hangs_in_no_call_is_hatched_from_its_last_record() -> None:
+def test_a_rank_that_hangs_in_no_call_is_hatched_from_its_last_event() -> None:
     trace = hung()
-    trace.ranks[0].records.pop()
+    trace.ranks[0].events.pop()
     trace.ranks[0].stack = [Site("train.py", 17)]
     page = as_html(a_verdict(trace))
     assert re.findall(r'<text class="waiting"[^>]*>(.*?)</text>', page) == ["was at train.py:17"]
@@ -231,12 +250,11 @@ def test_a_rank_that_hangs_in_no_call_is_hatched_from_its_last_record() -> None:
 
 def test_a_crash_before_any_step_is_said_and_crossed() -> None:
     page = as_html(a_verdict(crashed(), finding("crashed", "rank 0 failed: KeyError")))
-    assert "1 error; the script failed before its first step." in page
+    assert "<h1>1 error; the script failed before its first step (2 ranks, 0 steps)</h1>" in page
     assert page.count("<title>failed</title>") == 2
-    assert "0 optimizer steps" in page
 
 
-def test_ranks_without_records_leave_the_page_whole() -> None:
+def test_ranks_without_events_leave_the_page_whole() -> None:
     page = as_html(PAGES["nothing"]())
     assert "The ranks ended before there was anything to draw." in page
     assert "No sample came from a DataLoader" in page
@@ -257,7 +275,7 @@ def test_many_steps_are_thinned_out() -> None:
     page = as_html(a_verdict(Trace([log.rank(0)])))
     assert page.count("<title>optimizer step ") <= 100
     assert len(re.findall(r'<rect class="\w+" x=', page)) <= 601
-    assert "One optimizer step of 10 has a tick." in page
+    assert "One optimizer step in 10 has a tick." in page
 
 
 def test_a_thinned_stretch_is_of_what_took_most_of_its_time() -> None:
@@ -266,23 +284,24 @@ def test_a_thinned_stretch_is_of_what_took_most_of_its_time() -> None:
     assert kinds == [("forward", 0, 8), ("loading", 12, 20)]
 
 
-def test_loading_takes_of_the_time_before_a_batch_what_the_step_says() -> None:
+def test_loading_is_drawn_before_its_batch_and_forward_passes_end_where_it_begins() -> None:
     log = Log()
-    log.write("loader", n=1, epoch=1)
-    log.write("fetch", later=0.004)
-    log.write("batch", later=0.005, n=1, epoch=1, rows=2)
-    log.write("step", optimizer=0, n=1, loading=0.004)
-    load = next(s for s in spans_of(Rank(0, log.records, [], 0), 0) if s.kind == "loading")
-    assert load.end - load.start == pytest.approx(0.004, abs=1e-6)
+    log.write(Batch(1, 1, 2, loading=0.001))
+    log.write(Batch(1, 1, 2, loading=0.004), later=0.010)
+    spans = [(s.kind, s.start - 1000, s.end - 1000) for s in spans_of(Rank(0, log.events, [], 0), 0)]
+    assert spans == [
+        (kind, pytest.approx(start), pytest.approx(end))
+        for kind, start, end in (("loading", 0.0, 0.001), ("forward", 0.001, 0.007), ("loading", 0.007, 0.011))
+    ]
 
 
 def test_a_forward_pass_around_the_wrapper_is_drawn_from_the_batch_on() -> None:
     log = Log()
-    log.write("batch", n=1, epoch=1, rows=2)
-    log.write("input", later=0.002, n=1)
-    log.write("backward", later=0.003, phase="in")
-    log.write("backward", phase="out")
-    forward = next(s for s in spans_of(Rank(0, log.records, [], 0), 0) if s.kind == "forward")
+    log.write(Batch(1, 1, 2))
+    log.write(ModelInput(1), later=0.002)
+    log.write(Backward(), later=0.003)
+    log.write(Return())
+    forward = next(s for s in spans_of(Rank(0, log.events, [], 0), 0) if s.kind == "forward")
     assert forward.end - forward.start == pytest.approx(0.005, abs=1e-6)
 
 
@@ -324,8 +343,8 @@ def test_the_ledger_knows_batches_that_are_cut_up_after_loading() -> None:
     logs = [Log(), Log()]
     for log in logs:
         log.load(list(range(64)))
-        at = next(n for n, r in enumerate(log.records) if r["kind"] == "batch") + 1
-        log.records.insert(at, {**log.records[at - 1], "kind": "input", "rows": 16})
+        first = next(n for n, event in enumerate(log.events) if isinstance(event, Batch))
+        log.events.insert(first + 1, ModelInput(1, rows=16, t=log.events[first].t))
     trace = Trace([log.rank(n) for n, log in enumerate(logs)])
     assert captions(trace) == ["All 64 samples on every rank; of each batch a rank gives the model its part only."]
 
@@ -341,15 +360,16 @@ def test_the_ledger_counts_in_the_part_of_the_set_that_is_used() -> None:
 
 
 def test_the_ledger_of_a_stream_goes_by_what_its_samples_hold() -> None:
-    caption = captions(trained([7, 8, 9, 10], [9, 10, 11, 12], streams=True, size=None))[0]
+    caption = captions(trained([7, 8, 9, 10], [9, 10, 11, 12], is_stream=True, size=None))[0]
     assert caption.startswith("2 samples on several ranks, of 6.")
 
 
 def test_the_ledger_does_not_guess_samples_that_it_cannot_know() -> None:
     log = Log()
     log.load([0, 1])
-    for record in log.records:
-        record.pop("index", None)
+    for event in log.events:
+        if isinstance(event, Batch):
+            event.index = []
     assert captions(Trace([log.rank(0)])) == ["Which samples were given is not known."]
 
 

@@ -16,10 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from lockstep.audit import assert_in_lockstep, probes, watch
-from lockstep.audit.command import _remarks
-from lockstep.audit.judge import judge
-from lockstep.audit.trace import Recorder, Trace, read
+from lockstep.audit.command import _notes
+from lockstep.audit.events import Batch, End, Forward
+from lockstep.audit.judges import judge
+from lockstep.audit.model import Trace, read_ranks
 from lockstep.audit.worker import LaunchSpec
+from lockstep.audit.recorder import Recorder
 from lockstep.distributed import World
 from lockstep.watch import OutOfLockstep
 
@@ -59,7 +61,7 @@ def watched(world: World, through_wrapper: bool, raises: bool) -> tuple[list[str
     return [f.kind.name for f in found.findings], message, same
 
 
-def test_a_correct_script_has_no_findings_and_its_patches_are_undone(ranks: Callable[[int], Ranks]) -> None:
+def test_a_correct_script_has_no_findings_and_torch_is_restored(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2)(watched, True, True) == [([], "", True)] * 2
 
 
@@ -71,18 +73,18 @@ def test_all_ranks_have_the_findings(ranks: Callable[[int], Ranks]) -> None:
         assert names == ["unsynchronised"] and not message
 
 
-PROBES = {
+FAILING = {
     "training.sample_hashes": "Training._inputs",
-    "context.checksums": "Training._sums",
-    "data.sample_hashes": "Data._hashes",
+    "context.checksums": "Training._checksums",
+    "data.sample_hashes": "Data._add_hashes",
 }
 
 
-@pytest.mark.parametrize("function", PROBES)
+@pytest.mark.parametrize("function", FAILING)
 def test_a_probe_that_fails_does_not_end_the_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str
 ) -> None:
-    monkeypatch.setattr(f"lockstep.audit.probes.{function}", lambda things: 1 / 0)
+    monkeypatch.setattr(f"lockstep.audit.probes.{function}", lambda tensors: 1 / 0)
     recorder = Recorder(tmp_path, 0)
     patches = probes.install(recorder)
     try:
@@ -91,19 +93,19 @@ def test_a_probe_that_fails_does_not_end_the_script(
         for (x,) in DataLoader(TensorDataset(torch.ones(3, 2)), 3):
             model(x).sum().backward()
         optimizer.step()
-        recorder.write("end", None, how="done", status=0)
+        recorder.write(End("done", 0))
     finally:
         patches.undo()
-    trace = Trace(read(tmp_path, 1, [0]))
+    trace = Trace(read_ranks(tmp_path, 1, [0]))
     (step,) = trace.ranks[0].steps
-    assert step["backwards"] == 1 and len(trace.ranks[0].of("batch")) == 1
-    assert trace.blind == [f"{PROBES[function]}: ZeroDivisionError: division by zero"]
-    assert any(trace.blind[0] in remark for remark in _remarks(trace, LaunchSpec(["train.py"], 1)))
+    assert step.backwards == 1 and len(trace.ranks[0].of(Batch)) == 1
+    assert trace.failed_probes == [f"{FAILING[function]}: ZeroDivisionError: division by zero"]
+    assert any(trace.failed_probes[0] in note for note in _notes(trace, LaunchSpec(["train.py"], 1)))
     assert "no-steps" not in {f.kind.name for f in judge(trace)}
 
 
 def test_watch_warns_of_a_probe_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.audit.probes.training.sample_hashes", lambda things: 1 / 0)
+    monkeypatch.setattr("lockstep.audit.probes.training.sample_hashes", lambda tensors: 1 / 0)
     with pytest.warns(UserWarning, match=r"a probe failed.*Training._inputs"), watch(raises=False):
         model = nn.Linear(2, 1)
         torch.optim.SGD(model.parameters(), 0.1)
@@ -198,7 +200,7 @@ def test_a_loader_without_workers_leaves_the_start_method_open() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def sharded(world: World, folder: Path) -> list[tuple[str, bool]]:
+def sharded(world: World, folder: Path) -> list[tuple[bool, bool]]:
     patches = probes.install(Recorder(folder, world.rank))
     try:
         from torch.distributed.fsdp import fully_shard  # as in a script, whose first line comes after the probes
@@ -214,14 +216,15 @@ def sharded(world: World, folder: Path) -> list[tuple[str, bool]]:
         model(torch.ones(3, 4))
     finally:
         patches.undo()
-    mine = read(folder, world.size, [0] * world.size)[world.rank]
-    return [(r["phase"], r["learning"]) for r in mine.of("forward")]
+    mine = read_ranks(folder, world.size, [0] * world.size)[world.rank]
+    forwards = [call for call in mine.calls if isinstance(call.event, Forward)]
+    return [(call.end is not None, call.event.training) for call in forwards]
 
 
 def test_the_forward_pass_of_fsdp_is_recorded_once_also_after_a_failed_one(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    assert ranks(2)(sharded, tmp_path) == [[("in", True), ("out", True)] * 4] * 2
+    assert ranks(2)(sharded, tmp_path) == [[(True, True)] * 4] * 2
 
 
 def correct() -> None:

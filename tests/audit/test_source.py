@@ -10,10 +10,10 @@ import torch
 
 from lockstep.audit.probes.files import _PROGRESS
 from lockstep.audit.probes.tensors import sample_hashes, tensors
-from lockstep.audit.source import asks, declared_flag
-from lockstep.audit.trace import unpacked
+from lockstep.audit.recorder import unpacked
+from lockstep.audit.source import Site, declared_flag, depends_on_rank, reads_entry
 
-ASKED = {
+READ = {
     "at once": "torch.load(p)['epoch']",
     "by a name": "c = torch.load(p)\nstart = c['epoch']",
     "with a default": "with open(p) as f:\n    c: dict = torch.load(f)\nstart = c.get('epoch', 0) + 1",
@@ -23,7 +23,7 @@ ASKED = {
     "in a method": "class Run:\n    def go(self, state):\n        return state['epoch']\nRun().go(torch.load(p))",
     "used before it is defined": "def go():\n    c = read()\n    c['epoch']\ndef read():\n    return torch.load(p)",
 }
-ASKED |= {
+READ |= {
     "if there is one": "c = torch.load(p) if p else None\nif c:\n    start = c['epoch']",
     "of a copy": "c = dict(torch.load(p))\nc['epoch']",
     "of one of two": "def read(p):\n    return torch.load(p)\nc, name = read(p)\nc['epoch']",
@@ -33,7 +33,7 @@ ASKED |= {
     "of what was added": "state = {'epoch': 0}\nstate.update(torch.load(p))\nstart = state['epoch']",
     "under another name": "import torch as T\nc = T.load(p)\nc['epoch']",
 }
-NOT_ASKED = {
+NOT_READ = {
     "other entries": "c = torch.load(p)\nmodel.load_state_dict(c['model'])",
     "a comment": "c = torch.load(p)\n# start = c['epoch']",
     "a string": "c = torch.load(p)\nprint(\"c['epoch']\")",
@@ -45,16 +45,46 @@ NOT_ASKED = {
 }
 
 
-@pytest.mark.parametrize("way", ASKED)
-def test_a_script_that_asks_a_checkpoint_how_far_it_was(tmp_path: Path, way: str) -> None:
-    (tmp_path / "train.py").write_text(ASKED[way])
-    assert asks([str(tmp_path / "train.py")], ["step", "epoch"]) is True
+@pytest.mark.parametrize("way", READ)
+def test_a_script_that_reads_how_far_training_was(tmp_path: Path, way: str) -> None:
+    (tmp_path / "train.py").write_text(READ[way])
+    assert reads_entry([str(tmp_path / "train.py")], ["step", "epoch"]) is True
 
 
-@pytest.mark.parametrize("way", NOT_ASKED)
-def test_a_script_that_does_not_ask_it(tmp_path: Path, way: str) -> None:
-    (tmp_path / "train.py").write_text(NOT_ASKED[way])
-    assert asks([str(tmp_path / "train.py")], ["step", "epoch"]) is False
+@pytest.mark.parametrize("way", NOT_READ)
+def test_a_script_that_does_not_read_it(tmp_path: Path, way: str) -> None:
+    (tmp_path / "train.py").write_text(NOT_READ[way])
+    assert reads_entry([str(tmp_path / "train.py")], ["step", "epoch"]) is False
+
+
+OF_THE_RANK = (
+    "rank == 0", "local_rank", "not is_main", "dist.get_rank() == 0", "accelerator.is_main_process", "args.rank == 0",
+    "self.global_rank < 1", "int(os.environ['RANK']) == 0", "os.environ.get('SLURM_PROCID') == '0'", "RANK != 0",
+    "isMaster", "trainer.is_global_zero", "master_process and step % 10 == 0", "jax.process_index() == 0",
+    "rank0", "leader", "is_local_main_process()", "state.is_world_process_zero",
+)  # fmt: skip
+NOT_OF_THE_RANK = (
+    "__name__ == '__main__'", "mask.nonzero().any()", "remaining > 3", "main(args)", "args.mode == 'main'", "zero_grad",
+    "domain == 'x'", "locals()", "args.master_port", "ranking[0] > 1", "primary_metric > best", "step % 10 == 0",
+    "frank", "loss.is_zero()", "local_batch > 8", "crank_angle",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("branch", ["if {}:\n    dist.barrier()", "x = 1\ny = dist.barrier() if {} else 0"])
+@pytest.mark.parametrize("condition", [*OF_THE_RANK, *NOT_OF_THE_RANK])
+def test_a_branch_depends_on_the_rank_if_its_condition_names_it(tmp_path: Path, condition: str, branch: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(branch.format(condition))
+    assert depends_on_rank(Site(str(script), 2)) == (condition in OF_THE_RANK)
+
+
+def test_a_line_outside_of_the_branch_and_a_file_that_cannot_be_parsed_do_not_depend_on_the_rank(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text("if rank == 0:\n    save()\ndist.barrier()  # if rank == 0")
+    (tmp_path / "cell.py").write_text("%matplotlib inline\nif rank == 0:\n    dist.barrier()")
+    assert not depends_on_rank(Site(str(tmp_path / "train.py"), 3))
+    assert not depends_on_rank(Site(str(tmp_path / "cell.py"), 3)) and not depends_on_rank(None)
 
 
 FLAGS = ("--local_rank", "--local-rank")
@@ -88,8 +118,8 @@ def test_files_are_read_together_and_what_cannot_be_read_says_nothing(tmp_path: 
     (tmp_path / "store.py").write_text("def read(p):\n    return torch.load(p)")
     (tmp_path / "train.py").write_text("start = store.read(p)['epoch']")
     (tmp_path / "cell.py").write_text("%matplotlib inline")
-    assert asks([str(tmp_path / "store.py"), str(tmp_path / "train.py")], ["epoch"]) is True
-    assert asks([str(tmp_path / "cell.py"), str(tmp_path / "none.py"), "<stdin>"], ["epoch"]) is None
+    assert reads_entry([str(tmp_path / "store.py"), str(tmp_path / "train.py")], ["epoch"]) is True
+    assert reads_entry([str(tmp_path / "cell.py"), str(tmp_path / "none.py"), "<stdin>"], ["epoch"]) is None
 
 
 def row_hashes(batch: list[torch.Tensor]) -> list[int]:

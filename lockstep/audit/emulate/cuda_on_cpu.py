@@ -21,7 +21,8 @@ from torch import nn
 
 from ...parallel import share_batch_norm
 from ..patch import Arguments, Function, Patches
-from ..trace import Recorder, foreign
+from ..recorder import Recorder
+from ..source import foreign
 from .devices import DEVICE_FUNCTIONS, DeviceRedirect, VirtualGpus, redirect_ddp, redirect_load
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")

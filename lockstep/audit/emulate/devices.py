@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from ..events import Device
 from ..patch import Arguments, Function, Patches
-from ..trace import Recorder
+from ..recorder import Recorder
 
 DEVICE_FUNCTIONS = (
     (torch.cuda, "device_count", "set_device", "current_device", "device"),
@@ -33,7 +34,7 @@ class VirtualGpus:
     def set_current(self, device: Any) -> None:
         self._mark_on_gpu()
         self.current, self.is_set = self.index(device), True
-        self.recorder.write("device", op="set_device", index=self.current)
+        self.recorder.write(Device("set_device", self.current))
 
     def record_use(self, device: Any) -> None:
         self._mark_on_gpu()
@@ -43,7 +44,7 @@ class VirtualGpus:
             return  # as in torch.zeros(2, device=x.device): the script requests no GPU by its index
         if index not in self.used:
             self.used.add(index)
-            self.recorder.write("device", op="use", index=index)
+            self.recorder.write(Device("use", index))
 
     def _mark_on_gpu(self) -> None:
         if self.target.type == "cpu":  # on a real GPU the tensors' devices show it
@@ -105,7 +106,7 @@ def redirect_ddp(
     def init(arguments: Arguments) -> None:
         device_ids = arguments.get("device_ids")
         if device_ids and is_request(device_ids[0]):
-            gpus.recorder.write("device", op="device_ids", index=gpus.index(device_ids[0]))
+            gpus.recorder.write(Device("device_ids", gpus.index(device_ids[0])))
         arguments.update(device_ids=redirect(device_ids), output_device=redirect(arguments.get("output_device")))
 
     patches.edit_arguments(DistributedDataParallel, "__init__", init)

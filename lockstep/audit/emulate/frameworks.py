@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+from ..events import Device
 from ..patch import Arguments, Patches
-from ..trace import Recorder
+from ..recorder import Recorder
 
 _LIGHTNING = (
     ("Trainer", "lightning.pytorch.trainer.trainer"),
@@ -52,4 +53,4 @@ def _lightning(recorder: Recorder, nproc: int, arguments: Arguments) -> None:
 
 def _record_gpu(recorder: Recorder) -> None:
     recorder.on_gpu = True
-    recorder.write("device", op="framework", index=-1)
+    recorder.write(Device("framework", -1))

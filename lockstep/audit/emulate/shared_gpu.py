@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..patch import Arguments, Function, Patches
-from ..trace import OURS, Recorder, foreign, generated
+from ..recorder import Recorder
+from ..source import OURS, foreign, generated
 from .devices import DEVICE_FUNCTIONS, DeviceRedirect, VirtualGpus, is_cuda, redirect_ddp, redirect_load
 
 _FIRST = torch.device("cuda", 0)

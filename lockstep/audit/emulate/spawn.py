@@ -14,8 +14,10 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing
 
+from ..events import InitGroup, ProcessStarted, RankStarted, Spawn
 from ..patch import Function, Patches
-from ..trace import Recorder, foreign
+from ..recorder import Recorder
+from ..source import foreign
 
 _MAX_CALL_DEPTH = 4
 
@@ -43,7 +45,7 @@ class _Spawner:
     ) -> Any:
         if dist.is_initialized():  # these processes assist a rank, such as to prepare data
             return original(fn, args, nprocs, *rest, **kwargs)
-        self.recorder.write("spawn", nprocs=nprocs)
+        self.recorder.write(Spawn(nprocs))
         if self.rank < nprocs:
             fn(self.rank, *args)
         return SimpleNamespace(join=lambda *_, **__: True, processes=[])
@@ -54,7 +56,7 @@ class _Spawner:
         elif self._is_rank(process):
             self._run_rank(process)
         else:
-            self.recorder.write("process")
+            self.recorder.write(ProcessStarted())
             original(process)
 
     def _is_rank(self, process: Any) -> bool:
@@ -72,7 +74,7 @@ class _Spawner:
         if self.joined:
             self.started, self.joined = 0, False
         self.started += 1
-        self.recorder.write("rank_started", n=self.started)
+        self.recorder.write(RankStarted(self.started))
         if self.started - 1 == self.rank:
             process.run()
 
@@ -85,7 +87,7 @@ class _Spawner:
     ) -> None:
         if not self.recorder.in_worker:
             world = kwargs.get("world_size", args[1] if len(args) > 1 else -1)
-            self.recorder.write("meeting", world=world if isinstance(world, int) else -1)
+            self.recorder.write(InitGroup(world if isinstance(world, int) else -1))
             port = next(self.ports)  # a new one for each group: ranks may still be leaving the last
             with self.recorder.hide():  # not a setting of the script
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -1,11 +1,10 @@
-"""What the probes of one rank know together: where in the step the script is, and which tensors have which name."""
+"""What the probes of one rank share: where in the step the script is, and the names of its parameters."""
 
 import functools
 import gc
 import os
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,65 +13,96 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...watch.drift import checksums
-from ..trace import Recorder
+from ..events import ProbeFailed
+from ..patch import Function, Patches
+from ..recorder import Recorder
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_VISIBLE = nullcontext()
 
 
-def careful(look: Callable[_P, _T]) -> Callable[_P, _T | None]:
-    """A look that fails must not end the script: the record says so, and nothing was seen. For functions whose first
-    argument holds the recorder."""
+def never_raises(inspect: Callable[_P, _T], owner: Any = None) -> Callable[_P, _T | None]:
+    """Record an exception of the probe itself and return None: it must not end the script. The recorder is that of
+    `owner`, or else of the first argument."""
+    name = getattr(inspect, "func", inspect).__qualname__
 
-    @functools.wraps(look)
+    @functools.wraps(inspect)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
         try:
-            return look(*args, **kwargs)
+            return inspect(*args, **kwargs)
         except Exception as error:
-            recorder: Recorder = args[0].recorder  # type: ignore[attr-defined]
-            recorder.write("blind", probe=look.__qualname__, why=f"{type(error).__name__}: {error}"[:300])
+            holder: Any = owner or args[0]
+            holder.recorder.write(ProbeFailed(name, f"{type(error).__name__}: {error}"[:300]))
             return None
 
     return guarded
 
 
-def worth_a_look(n: int) -> bool:
-    """Whether the n-th step is one at which what costs something is looked at."""
+def should_sample(n: int) -> bool:
+    """Whether checks that cost time are made in the n-th step."""
     return n in (1, 2, 5, 10) or n % 20 == 0
 
 
 class Context:
     """Shared by all probes of a rank."""
 
-    def __init__(self, recorder: Recorder, limit: int, on_limit: Callable[[], None] | None):
-        self.recorder, self.limit, self.on_limit = recorder, limit, on_limit
+    def __init__(self, recorder: Recorder, patches: Patches, limit: int, on_limit: Callable[[], None] | None):
+        self.recorder, self.patches, self.limit, self.on_limit = recorder, patches, limit, on_limit
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.wrappers: list[DistributedDataParallel] = []
         self.covered: set[int] = set()
         """Parameters whose gradients some wrapper synchronises."""
         self.shards: list[nn.Module] = []
-        """Modules whose parameters are plain tensors and yet each rank's own part, as FSDP's first version has them."""
+        """Modules whose parameters are plain tensors and yet shards, as in FSDP's first version."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.steps = 0
         self.backwards = 0
         self.forwards = 0
         self.in_loop = False
         """From the first forward pass of training to the end of the loader's pass: where a wait costs."""
-        self.scaler_at_work = False
-        """Whether a scaler multiplied the loss whose backward pass comes next."""
-        self.collectives = 0
+        self.loss_is_scaled = False
+        """Whether a gradient scaler multiplied the loss whose backward pass comes next."""
         self.in_loader = 0
-        self.given: list[Tensor] = []
-        """The batch that a loader gave last."""
-        self.loading = 0.0
+        self.batch: list[Tensor] = []
+        """The last batch of a loader."""
         self.prints = 0
-        self.waits: Counter[str] = Counter()
+        self.waits: set[tuple[str, int, str]] = set()
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
-        self._known = -1
+        self._searched_at = -1
         self.on_root: list[Callable[[nn.Module], None]] = []
         self.on_pass_end: list[Callable[[], None]] = []
-        """What is done when a loader has given its last batch, with gradients on."""
+        """Called when a loader has given its last batch, with gradients enabled."""
+
+    def watch(
+        self, owner: Any, name: str, before: Function | None = None, after: Function | None = None, hide: bool = False
+    ) -> None:
+        """Call `before(...)` and `after(result, ...)` when `owner.name(...)` is called. What they raise is recorded and
+        does not reach the script. With `hide` nothing inside the call is recorded."""
+        before, after = (never_raises(probe, self) if probe else None for probe in (before, after))
+
+        def around(original: Function, *args: Any, **kwargs: Any) -> Any:
+            if before:
+                before(*args, **kwargs)
+            with self.recorder.hide() if hide else _VISIBLE:
+                result = original(*args, **kwargs)
+            if after:
+                after(result, *args, **kwargs)
+            return result
+
+        self.intercept(owner, name, around)
+
+    def intercept(self, owner: Any, name: str, around: Function) -> None:
+        """Call `around(original, ...)` in place of `owner.name(...)`, but not inside what is hidden or compiled."""
+
+        def make(original: Function) -> Function:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                return original(*args, **kwargs) if self.hidden else around(original, *args, **kwargs)
+
+            return watched
+
+        self.patches.wrap(owner, name, make)
 
     @property
     def hidden(self) -> bool:
@@ -80,33 +110,34 @@ class Context:
 
     def roots(self) -> list[nn.Module]:
         """Modules that are no part of another and have parameters, found among all objects."""
-        if self._known != len(self.optimizers) + len(self.wrappers):
-            self._known = len(self.optimizers) + len(self.wrappers)
+        if self._searched_at != len(self.optimizers) + len(self.wrappers):
+            self._searched_at = len(self.optimizers) + len(self.wrappers)
             self._search()
         return self._roots
 
-    @careful
+    @never_raises
     def _search(self) -> None:
         with self.recorder.hide():
             modules = [m for m in gc.get_objects() if _is_module(m)]
-            parts = {id(child) for m in modules for child in m.children()}
-            found = [m for m in modules if id(m) not in parts and next(m.parameters(), None) is not None]
+            children = {id(child) for m in modules for child in m.children()}
+            found = [m for m in modules if id(m) not in children and next(m.parameters(), None) is not None]
             new = [m for m in found if all(m is not r for r in self._roots)]
             self._roots = found
-            self._christen(found)
+            self._assign_names(found)
         for module in new:
             for act in self.on_root:
                 act(module)
 
-    def _christen(self, modules: list[nn.Module]) -> None:
-        """A name for each parameter, that it keeps, and that no other has."""
+    def _assign_names(self, modules: list[nn.Module]) -> None:
+        """Give each parameter a name that it keeps and that no other has."""
         taken = set(self._names.values())
         for module in modules:
             for name, parameter in _named(module):
                 if id(parameter) not in self._names:
-                    alike = (f"{name} ({n})" for n in count(2))
-                    self._names[id(parameter)] = name if name not in taken else next(a for a in alike if a not in taken)
-                    taken.add(self._names[id(parameter)])
+                    numbered = (f"{name} ({n})" for n in count(2))
+                    unique = name if name not in taken else next(n for n in numbered if n not in taken)
+                    self._names[id(parameter)] = unique
+                    taken.add(unique)
 
     def name(self, tensor: Tensor, default: str = "a tensor of no module") -> str:
         return self._names.get(id(tensor), default)
@@ -116,17 +147,22 @@ class Context:
             for _, parameter in _named(module):
                 yield self.name(parameter), parameter
 
-    def sums(self, tensors: dict[str, Tensor]) -> dict[str, int]:
+    def checksums(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         with self.recorder.hide():
-            whole = {name: local for name, t in tensors.items() if (local := replicated(t)) is not None}
-            return checksums(whole)
-
-    def timed(self, start: float) -> None:
-        self.loading += time.perf_counter() - start
+            return checksums({name: local for name, t in tensors.items() if (local := replicated(t)) is not None})
 
 
-def _is_module(thing: Any) -> bool:
-    return issubclass(type(thing), nn.Module)  # not isinstance, which asks proxies for their class
+def index_of(known: list[Any], item: Any) -> int:
+    """The position of an object in a list, by identity; it is appended if it is new."""
+    for n, other in enumerate(known):
+        if other is item:
+            return n
+    known.append(item)
+    return len(known) - 1
+
+
+def _is_module(item: Any) -> bool:
+    return issubclass(type(item), nn.Module)  # not isinstance, which asks proxies for their class
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -135,7 +171,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def replicated(tensor: Tensor) -> Tensor | None:
-    """The tensor as every rank should hold it; None for a shard, which is each rank's own."""
+    """The tensor as every rank should hold it; None for a shard, which differs between ranks."""
     placements = getattr(tensor, "placements", None)
     if placements is not None:
         return tensor.to_local() if all(p.is_replicate() for p in placements) else None  # type: ignore[attr-defined]

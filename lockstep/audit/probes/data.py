@@ -7,6 +7,9 @@ import sys
 import time
 import zlib
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,22 +18,36 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..patch import Function, Patches
-from ..trace import Site, site
-from .context import Context, careful
+from ..events import Batch, Fetch, PassEnd, PassStart, SamplerOrder
+from ..patch import Function
+from ..source import Site, user_line
+from .context import Context, index_of, never_raises
 from .tensors import sample_hashes, tensors
 
 _FETCHES = 4
+_LARGEST_SUBSET = 100_000
 
 
-def install(context: Context, patches: Patches) -> None:
+def install(context: Context) -> None:
     probe = Data(context)
-    patches.wrap(DataLoader, "__iter__", probe.iterate)
-    patches.wrap(_BaseDataLoaderIter, "_next_index", probe.draw)
-    patches.wrap(_BaseDataLoaderIter, "__next__", probe.batch)
-    patches.wrap(DistributedSampler, "__iter__", probe.order)
+    context.intercept(DataLoader, "__iter__", probe.iterate)
+    context.watch(_BaseDataLoaderIter, "_next_index", after=probe.requested)
+    context.intercept(_BaseDataLoaderIter, "__next__", probe.next_batch)
+    context.watch(DistributedSampler, "__iter__", probe.iterate_sampler)
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        patches.wrap(fetcher, "fetch", probe.fetch)
+        context.intercept(fetcher, "fetch", probe.fetch)
+
+
+@dataclass
+class _Pass:
+    """A loader is iterated."""
+
+    loader: int
+    epoch: int
+    dataset: Any
+    subset: list[int] | None
+    requested: deque[Any] = field(default_factory=deque)
+    """Indices asked for whose batch is still to come: workers are ahead of the loop."""
 
 
 class Data:
@@ -42,169 +59,128 @@ class Data:
         self.datasets: list[Any] = []
         self.epochs: dict[int, int] = {}
         self.pid, self.fetches = os.getpid(), 0
+        self.loading = 0.0
+        """Seconds since the last batch."""
 
-    def iterate(self, original: Function) -> Function:
-        def __iter__(loader: DataLoader[Any]) -> Any:
-            if self.context.hidden:
-                return original(loader)
-            number = _place(self.loaders, loader)
-            epoch = self.epochs[number] = self.epochs.get(number, 0) + 1
-            self.context.roots()
-            self.context.in_loader += 1
-            start, at = time.perf_counter(), site()
-            if loader._iterator is not None:  # workers that persist go through it again
-                loader._iterator.__dict__.pop("_lockstep", None)
-            try:
-                iterator = original(loader)
-            finally:
-                self.context.in_loader -= 1
-                self.context.timed(start)
-            self._begun(loader, iterator, number, epoch, at)
-            return iterator
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        self.context.in_loader += 1
+        try:
+            yield
+        finally:
+            self.context.in_loader -= 1
+            self.loading += time.perf_counter() - start
 
-        return __iter__
+    def iterate(self, original: Function, loader: DataLoader[Any]) -> Any:
+        number = index_of(self.loaders, loader)
+        self.epochs[number] = self.epochs.get(number, 0) + 1
+        self.context.roots()
+        at = user_line()
+        if loader._iterator is not None:  # persistent workers use it again
+            loader._iterator.__dict__.pop("_lockstep", None)
+        with self._timed():
+            iterator = original(loader)
+        self._started(loader, iterator, number, at)
+        return iterator
 
-    @careful
-    def _begun(self, loader: DataLoader[Any], iterator: Any, number: int, epoch: int, at: Site | None) -> None:
-        self.recorder.write("loader", at, n=number, epoch=epoch, **self._describe(loader))
-        iterator._lockstep = _Pass(number, epoch, *_root(loader.dataset))
+    @never_raises
+    def _started(self, loader: DataLoader[Any], iterator: Any, number: int, at: Site | None) -> None:
+        dataset, subset = _without_subsets(loader.dataset)
+        event = PassStart(
+            number,
+            self.epochs[number],
+            index_of(self.datasets, dataset),
+            type(dataset).__name__,
+            is_stream=isinstance(dataset, IterableDataset),
+            size=_length(loader.dataset),
+            is_subset=subset is not None,
+            subset=subset if subset is not None and len(subset) <= _LARGEST_SUBSET else None,
+            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            batches=_length(loader),
+            workers=loader.num_workers,
+            start_method=_start_method(loader),
+            sampler=type(loader.sampler).__name__ if hasattr(loader, "sampler") else None,
+            in_order=_in_order(loader),
+            has_set_epoch=any(hasattr(s, "set_epoch") for s in (loader.sampler, loader.batch_sampler)),
+            at=at,
+        )
+        self.recorder.write(event)
+        iterator._lockstep = _Pass(number, event.epoch, dataset, subset)
 
-    def _describe(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        root, places = _root(loader.dataset)
-        seen: dict[str, Any] = {
-            "dataset": _place(self.datasets, root),
-            "type": type(root).__name__,
-            "streams": isinstance(root, IterableDataset),
-            "size": _length(loader.dataset),
-            "partial": places is not None,
-            "subset": places if places is not None and len(places) <= 100_000 else None,
-            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-            "batches": _length(loader),
-            "workers": loader.num_workers,
-            "start": _start_method(loader),
-            "sampler": type(loader.sampler).__name__ if hasattr(loader, "sampler") else None,
-            "drops": bool(loader.drop_last),
-        }
-        seen["in_order"] = _in_order(loader)
-        with_epochs = [s for s in (loader.sampler, loader.batch_sampler) if hasattr(s, "set_epoch")]
-        seen["follows_epochs"] = bool(with_epochs)
-        return seen
+    def requested(self, index: Any, iterator: Any) -> None:
+        if hasattr(iterator, "_lockstep"):
+            iterator._lockstep.requested.append(index)
+        else:
+            iterator._lockstep_early = [*getattr(iterator, "_lockstep_early", []), index]
 
-    def draw(self, original: Function) -> Function:
-        def _next_index(iterator: Any) -> Any:
-            index = original(iterator)
-            if hasattr(iterator, "_lockstep"):
-                iterator._lockstep.drawn.append(index)
-            else:
-                iterator._lockstep_early = [*getattr(iterator, "_lockstep_early", []), index]
-            return index
-
-        return _next_index
-
-    def batch(self, original: Function) -> Function:
-        def __next__(iterator: Any) -> Any:
-            passing = getattr(iterator, "_lockstep", None)
-            if passing is None or self.context.hidden:
-                return original(iterator)
-            passing.drawn.extend(iterator.__dict__.pop("_lockstep_early", []))
-            self.context.in_loader += 1
-            start = time.perf_counter()
-            try:
+    def next_batch(self, original: Function, iterator: Any) -> Any:
+        current: _Pass | None = getattr(iterator, "_lockstep", None)
+        if current is None:
+            return original(iterator)
+        current.requested.extend(iterator.__dict__.pop("_lockstep_early", []))
+        try:
+            with self._timed():
                 batch = original(iterator)
-            except StopIteration:
-                self.context.in_loop = False
-                self.recorder.write("pass_end", n=passing.loader, epoch=passing.epoch)
-                for act in self.context.on_pass_end if torch.is_grad_enabled() else ():
-                    act()
-                raise
-            finally:
-                self.context.in_loader -= 1
-                self.context.timed(start)
-            self._given(iterator, passing, batch)
-            return batch
+        except StopIteration:
+            self.context.in_loop = False
+            self.recorder.write(PassEnd(current.loader, current.epoch))
+            for act in self.context.on_pass_end if torch.is_grad_enabled() else ():
+                act()
+            raise
+        self._loaded(current, batch)
+        return batch
 
-        return __next__
-
-    def _given(self, iterator: Any, passing: "_Pass", batch: Any) -> None:
-        index = self._index(passing, passing.drawn.popleft() if passing.drawn else None)
-        seen: dict[str, Any] = {"n": passing.loader, "epoch": passing.epoch, **({"index": index} if index else {})}
+    def _loaded(self, current: _Pass, batch: Any) -> None:
         leaves = self._leaves(batch) or []
-        seen |= self._hashes(leaves) or {"hashes": ""}
-        seen["rows"] = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
-        seen["learns"] = torch.is_grad_enabled()
-        self.context.given = leaves
-        self.recorder.write("batch", **seen)
+        rows = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
+        event = Batch(current.loader, current.epoch, rows, torch.is_grad_enabled(), loading=round(self.loading, 6))
+        self.loading = 0.0
+        event.index = self._index(current, current.requested.popleft() if current.requested else None) or []
+        self._add_hashes(event, leaves)
+        self.context.batch = leaves
+        self.recorder.write(event)
 
-    @careful
+    @never_raises
     def _leaves(self, batch: Any) -> list[Tensor]:
         return list(tensors(batch))
 
-    @careful
-    def _index(self, passing: "_Pass", asked: Any) -> list[int] | None:
-        """The places of a batch's samples in the data set under all Subsets."""
-        index = _numbers(asked)
-        if index is None or isinstance(passing.root, IterableDataset):
+    @never_raises
+    def _index(self, current: _Pass, requested: Any) -> list[int] | None:
+        """The indices of a batch's samples in the data set without Subsets."""
+        index = _integers(requested)
+        if index is None or isinstance(current.dataset, IterableDataset):
             return None
-        return [passing.places[i] for i in index] if passing.places is not None else index
+        return [current.subset[i] for i in index] if current.subset is not None else index
 
-    @careful
-    def _hashes(self, leaves: list[Tensor]) -> dict[str, Any]:
+    @never_raises
+    def _add_hashes(self, event: Batch, leaves: list[Tensor]) -> None:
         with self.recorder.hide():
             batch = [t for t in leaves if not t.is_cuda][:4]
-            hashes, parts = sample_hashes(batch)
-        seen: dict[str, Any] = {"hashes": hashes}
+            event.hashes, parts = sample_hashes(batch)
         if len(batch) == len(parts) > 1:
-            seen |= {
-                "parts": parts,
-                "labels": [n for n, t in enumerate(batch) if t.dim() == 1 and not t.is_floating_point()],
-            }
-        return seen
+            event.parts = parts
+            event.labels = [n for n, t in enumerate(batch) if t.dim() == 1 and not t.is_floating_point()]
 
-    def order(self, original: Function) -> Function:
-        def __iter__(sampler: DistributedSampler[Any]) -> Any:
-            if not self.context.recorder.is_hidden:
-                self.recorder.write("order", epoch=sampler.epoch, shuffles=sampler.shuffle, size=len(sampler.dataset))  # type: ignore[arg-type]
-            return original(sampler)
+    def iterate_sampler(self, sampler: DistributedSampler[Any]) -> None:
+        self.recorder.write(SamplerOrder(sampler.epoch, sampler.shuffle))
 
-        return __iter__
-
-    def fetch(self, original: Function) -> Function:
-        def fetch(fetcher: Any, index: Any) -> Any:
-            if self.pid != os.getpid():  # a worker, which begins to count
-                self.pid, self.fetches = os.getpid(), 0
-            self.fetches += 1
-            if self.fetches > _FETCHES:
-                return original(fetcher, index)
-            before = _states()
-            result = original(fetcher, index)
-            after = _states()
-            worker = torch.utils.data.get_worker_info()
-            drawn = {name: state for name, state in before.items() if after.get(name) != state}
-            self.recorder.write("fetch", None, n=self.fetches, worker=worker.id if worker else None, drawn=drawn)
-            return result
-
-        return fetch
+    def fetch(self, original: Function, fetcher: Any, index: Any) -> Any:
+        if self.pid != os.getpid():  # a worker, which begins to count
+            self.pid, self.fetches = os.getpid(), 0
+        self.fetches += 1
+        if self.fetches > _FETCHES:
+            return original(fetcher, index)
+        before = _generator_states()
+        result = original(fetcher, index)
+        after = _generator_states()
+        worker = torch.utils.data.get_worker_info()
+        drawn = {name: state for name, state in before.items() if after.get(name) != state}
+        self.recorder.write(Fetch(self.fetches, worker.id if worker else None, drawn))
+        return result
 
 
-class _Pass:
-    """One way through a loader."""
-
-    def __init__(self, loader: int, epoch: int, root: Any, places: list[int] | None):
-        self.loader, self.epoch = loader, epoch
-        self.root, self.places = root, places
-        self.drawn: deque[Any] = deque()
-        """Indices asked for and not yet given: workers are ahead of the loop."""
-
-
-def _place(known: list[Any], thing: Any) -> int:
-    for n, other in enumerate(known):
-        if other is thing:
-            return n
-    known.append(thing)
-    return len(known) - 1
-
-
-def _numbers(index: Any) -> list[int] | None:
+def _integers(index: Any) -> list[int] | None:
     """The samples of a batch, if its sampler numbers them."""
     try:
         return [operator.index(i) for i in (index if isinstance(index, (list, tuple)) else [index])]
@@ -213,40 +189,40 @@ def _numbers(index: Any) -> list[int] | None:
 
 
 def _start_method(loader: DataLoader[Any]) -> str | None:
-    """How its workers are started; None if nobody has said so yet, and asking must not settle it."""
+    """How its workers are started; None if that is still open: asking for it must not fix it."""
     context = loader.multiprocessing_context or torch.multiprocessing
     return context.get_start_method(allow_none=True)
 
 
 def _in_order(loader: DataLoader[Any]) -> bool:
-    """Whether nobody wants the samples in another order."""
+    """Whether nothing shuffles."""
     if loader.batch_size is None and loader.batch_sampler is not None:  # one of the script's own
         return False
     return isinstance(loader.sampler, SequentialSampler) or getattr(loader.sampler, "shuffle", None) is False
 
 
-def _length(thing: Any) -> int | None:
+def _length(sized: Any) -> int | None:
     try:
-        return len(thing)
+        return len(sized)
     except (TypeError, NotImplementedError):  # a stream
         return None
 
 
-def _root(dataset: Any) -> tuple[Any, list[int] | None]:
-    """The data set under all Subsets, and where in it the samples of `dataset` are."""
-    places: list[int] | None = None
-    while isinstance(dataset, Subset) and (own := _numbers(list(dataset.indices))) is not None:
-        places = own if places is None else [own[i] for i in places]
+def _without_subsets(dataset: Any) -> tuple[Any, list[int] | None]:
+    """The data set inside all Subsets, and the indices in it of the samples of `dataset`."""
+    subset: list[int] | None = None
+    while isinstance(dataset, Subset) and (own := _integers(list(dataset.indices))) is not None:
+        subset = own if subset is None else [own[i] for i in subset]
         dataset = dataset.dataset
-    return dataset, places
+    return dataset, subset
 
 
-def _states() -> dict[str, int]:
+def _generator_states() -> dict[str, int]:
     states = {
         "random": zlib.crc32(repr(random.getstate()).encode()),
         "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
     }
     if "numpy" in sys.modules:
-        _, keys, place, *_ = sys.modules["numpy"].random.get_state()
-        states["numpy"] = zlib.crc32(keys.tobytes(), place)
+        _, keys, position, *_ = sys.modules["numpy"].random.get_state()
+        states["numpy"] = zlib.crc32(keys.tobytes(), position)
     return states

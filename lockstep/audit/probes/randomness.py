@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..events import RandomDraw
 from ..patch import Function, Patches
-from .context import Context, careful, worth_a_look
+from .context import Context, should_sample
 from .tensors import readable
 
 _FUNCTIONS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
@@ -16,38 +17,37 @@ _FEWEST = 8
 _PER_STEP = 3
 
 
-def install(context: Context, patches: Patches) -> None:
-    drawn = {"step": -1, "count": 0}
-
-    def watched(name: str, original: Function) -> Function:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if context.hidden or context.in_loader or context.recorder.in_worker or not context.forwards:
-                return result
-            step = context.steps + 1
-            if step != drawn["step"]:
-                drawn.update(step=step, count=0)
-            known = isinstance(result, Tensor) and readable(result) and result.numel() >= _FEWEST
-            if known and torch.is_grad_enabled() and worth_a_look(step) and drawn["count"] < _PER_STEP:
-                drawn["count"] += 1
-                _noise(context, result, fn=name, step=step, n=drawn["count"])
-            return result
-
-        return draw
-
+def install(context: Context) -> None:
+    probe = Randomness(context)
     for name in _FUNCTIONS:
-        patches.wrap(torch, name, partial(watched, name))
-        _let_scripts_call(getattr(torch, name), f"aten::{name}", patches)
+        context.watch(torch, name, after=partial(probe.drawn, name))
+        _register_with_torchscript(getattr(torch, name), f"aten::{name}", context.patches)
 
 
-def _let_scripts_call(watched: Function, operator: str, patches: Patches) -> None:
+class Randomness:
+    """State of the probes of one rank's random draws."""
+
+    def __init__(self, context: Context):
+        self.context, self.recorder = context, context.recorder
+        self.step, self.count = -1, 0
+        """The current step, and how many draws of it were recorded."""
+
+    def drawn(self, name: str, result: Any, *_: Any, **__: Any) -> None:
+        context = self.context
+        if context.in_loader or self.recorder.in_worker or not context.forwards or not torch.is_grad_enabled():
+            return
+        step = context.steps + 1
+        if step != self.step:
+            self.step, self.count = step, 0
+        known = should_sample(step) and self.count < _PER_STEP and isinstance(result, Tensor)
+        if known and readable(result) and result.numel() >= _FEWEST:
+            self.count += 1
+            checksum = context.checksums({"drawn": result})["drawn"]
+            self.recorder.write(RandomDraw(step, self.count, name, list(result.shape), checksum))
+
+
+def _register_with_torchscript(watched: Function, operator: str, patches: Patches) -> None:
     """TorchScript knows torch's functions by their ids."""
     table = torch.jit._builtins._get_builtin_table()
     table[id(watched)] = operator
     patches.later(lambda: table.pop(id(watched)))
-
-
-@careful
-def _noise(context: Context, drawn: Tensor, **seen: Any) -> None:
-    total = context.sums({"drawn": drawn})["drawn"]
-    context.recorder.write("draw", shape=list(drawn.shape), sum=total, **seen)

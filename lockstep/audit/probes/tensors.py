@@ -1,4 +1,4 @@
-"""The tensors in what a script passes around, and numbers that tell samples apart."""
+"""The tensors in what a script passes around, and hashes that tell samples apart."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -11,42 +11,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...watch.ledger import GAMMA, mixed
-from ..trace import packed
+from ..recorder import packed
 
 Words = NDArray[np.uint64]
-Places = NDArray[np.int64]
+Positions = NDArray[np.int64]
 _RUN, _RUNS = 64, (8, 256)
-"""A large sample is known by so many runs of so many bytes; by more of them, and at last by all of it, if hardly any
-run holds different words: black borders, bags of words. Not single numbers all over it: memory comes in lines of so
-many bytes, and to read those of a new batch costs more than what is done with them."""
+"""Of a large sample only so many runs of so many bytes are read; of a sample in which hardly any run holds different
+words (black borders, bags of words) more, and at last all of it. Runs and not single numbers: memory comes in lines of
+so many bytes, and reading those of a new batch costs more than hashing them."""
 _FEW = 3
 """Runs with different words that are hardly any."""
 _GOLDEN = 0.6180339887498949
 _PIECE = 1 << 20
-"""Bytes that are looked at together, where all of a sample is."""
+"""Bytes that are hashed together where all of a sample is read."""
 FIRST, _MOST = 32, 1024
-"""Samples of a batch of which each tensor is known by itself, and of which anything is known."""
+"""Samples of a batch whose tensors are hashed one by one, and samples that are hashed at all."""
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes: NumPy knows these, and not all that torch has beside them."""
+"""By bytes: NumPy has these, and not all that torch has beside them."""
 
 
-def tensors(thing: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in nested lists, tuples, mappings and data classes."""
-    if isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, Mapping):
-        for value in thing.values():
-            yield from tensors(value)
-    elif is_dataclass(thing) and not isinstance(thing, type):
-        for part in fields(thing):
-            yield from tensors(getattr(thing, part.name, None))
-    elif isinstance(thing, (list, tuple)):
-        for value in thing:
-            yield from tensors(value)
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from tensors(getattr(value, part.name, None))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether a tensor has numbers to look at: not if it is on the device meta, or torch.func transforms it."""
+    """Whether a tensor has numbers to read: not if it is on the meta device, or torch.func transforms it."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     try:
@@ -57,8 +57,8 @@ def readable(tensor: Tensor) -> bool:
 
 
 def sample_hashes(batch: list[Tensor]) -> tuple[str, list[str]]:
-    """A number for each sample of a batch, that depends on its bits and their places; and for the first samples, by
-    tensor, such a number for what of them is in it. All packed.
+    """A hash of each sample of a batch, by its bits and their positions; and for the first samples, a hash of each
+    tensor by itself. All packed.
 
     By NumPy, in one thread: torch would wake all of its threads for this little, beside workers that are busy.
     """
@@ -71,24 +71,25 @@ def sample_hashes(batch: list[Tensor]) -> tuple[str, list[str]]:
 
 
 def _hashes(tensor: Tensor) -> Words:
-    """A number for each sample. Of whole numbers more is looked at: texts begin alike and end alike."""
-    return _look(_rows(tensor), int(tensor.element_size() > 1 and not tensor.is_floating_point()))
+    """A hash of each sample. Of integers more is read: texts begin alike and end alike."""
+    return _hash_rows(_rows(tensor), int(tensor.element_size() > 1 and not tensor.is_floating_point()))
 
 
-def _look(rows: NDArray[Any], look: int, which: Places | None = None) -> Words:
-    """Numbers for all of the rows or some, by this look at them, or by the next as well where it sees little."""
-    if look == len(_RUNS):
-        return _whole(rows, which)
-    run, runs = _RUN // rows.itemsize, _RUNS[look]
+def _hash_rows(rows: NDArray[Any], level: int, chosen: Positions | None = None) -> Words:
+    """Hashes of all rows or of the chosen ones, by as many runs as this level reads, and by the next level as well
+    where these hold little."""
+    if level == len(_RUNS):
+        return _hash_whole(rows, chosen)
+    run, runs = _RUN // rows.itemsize, _RUNS[level]
     count = rows.shape[1] // run
     if count <= runs:
-        return _sums(_words(rows, which))
-    words = _words(rows[:, : count * run].reshape(len(rows), count, run), which, _spread(count, runs))
+        return _sums(_words(rows, chosen))
+    words = _words(rows[:, : count * run].reshape(len(rows), count, run), chosen, _spread(count, runs))
     found, parts = _sums(words), words.reshape(len(words), runs, -1)
-    seen = (parts != parts[:, :, :1]).any(2).sum(1)
-    if seen.min() < _FEW:
-        little = np.flatnonzero(seen < _FEW)
-        found[little] += _look(rows, look + 1, little if which is None else which[little])
+    varied = (parts != parts[:, :, :1]).any(2).sum(1)
+    if varied.min() < _FEW:
+        uniform = np.flatnonzero(varied < _FEW)
+        found[uniform] += _hash_rows(rows, level + 1, uniform if chosen is None else chosen[uniform])
     return found
 
 
@@ -102,26 +103,26 @@ def _rows(tensor: Tensor) -> NDArray[Any]:
     return plain.numpy().reshape(len(plain), -1)
 
 
-def _whole(rows: NDArray[Any], which: Places | None) -> Words:
-    """A number for each of some rows, from all of it: from each word that is unlike the one before it."""
-    which = np.arange(len(rows)) if which is None else which
-    found = np.empty(len(which), np.uint64)
+def _hash_whole(rows: NDArray[Any], chosen: Positions | None) -> Words:
+    """A hash of each row, by all of it: by each word that is unlike the one before it."""
+    chosen = np.arange(len(rows)) if chosen is None else chosen
+    found = np.empty(len(chosen), np.uint64)
     step = max(1, _PIECE // (rows.shape[1] * rows.itemsize))
-    for i in range(0, len(which), step):
-        words = _words(rows, which[i : i + step])
+    for i in range(0, len(chosen), step):
+        words = _words(rows, chosen[i : i + step])
         flat, begins = words.ravel(), np.arange(len(words)) * words.shape[1]
         new = np.ones(flat.shape, bool)
         np.not_equal(flat[1:], flat[:-1], out=new[1:])
         new[begins] = True
-        places = np.flatnonzero(new)
-        mixes = mixed(flat[places] + (places % words.shape[1]).astype(np.uint64) * GAMMA)
-        found[i : i + step] = np.add.reduceat(mixes, np.searchsorted(places, begins))
+        positions = np.flatnonzero(new)
+        mixes = mixed(flat[positions] + (positions % words.shape[1]).astype(np.uint64) * GAMMA)
+        found[i : i + step] = np.add.reduceat(mixes, np.searchsorted(positions, begins))
     return found
 
 
-def _words(rows: NDArray[Any], which: Places | None, blocks: Places | None = None) -> Words:
-    """All rows or some, or such blocks of them, as words."""
-    for axis, index in ((1, blocks), (0, which)):
+def _words(rows: NDArray[Any], chosen: Positions | None, blocks: Positions | None = None) -> Words:
+    """All rows or the chosen ones, or some blocks of them, as words of 8 bytes."""
+    for axis, index in ((1, blocks), (0, chosen)):
         if index is not None:
             rows = rows.take(index, axis)
     found = np.ascontiguousarray(rows).reshape(len(rows), -1)
@@ -130,17 +131,17 @@ def _words(rows: NDArray[Any], which: Places | None, blocks: Places | None = Non
 
 
 @lru_cache(maxsize=64)
-def _spread(count: int, runs: int) -> Places:
+def _spread(count: int, runs: int) -> Positions:
     """Numbers of blocks all over a row, but not at even distances: rows of images have one, too."""
     n = np.arange(runs)
     return ((n + n * _GOLDEN % 1) * count / runs).astype(np.int64)
 
 
 def _sums(words: Words) -> Words:
-    """A number for each row of words. They are mixed one by one: signs that change together must be heard."""
-    return mixed(words + _places(words.shape[1])).sum(1)
+    """A hash of each row of words. They are mixed one by one, so that two signs that change together are detected."""
+    return mixed(words + _offsets(words.shape[1])).sum(1)
 
 
 @lru_cache(maxsize=64)
-def _places(count: int) -> Words:
+def _offsets(count: int) -> Words:
     return np.arange(count, dtype=np.uint64) * GAMMA

@@ -11,137 +11,129 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..patch import Function, Hook, Patches
+from .. import events
+from ..patch import Function, Hook
 from . import wrappers
-from .context import Context, careful, replicated, worth_a_look
+from .context import Context, never_raises, replicated, should_sample
 from .tensors import readable, sample_hashes, tensors
 from .wrappers import Wrappers
 
 _ROWS = 8
-"""Samples of a batch by which it is known when it goes into the model."""
+"""Samples of a batch that are hashed when it goes into the model."""
+_MOST_NAMES = 20
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def install(context: Context, patches: Patches) -> None:
-    probe = Training(context, patches, wrappers.install(context, patches))
-    context.on_root.append(probe.meet)
-    context.on_pass_end.append(probe.look_back)
-    patches.wrap(torch.autograd, "backward", probe.backward)
-    patches.wrap(torch.autograd, "grad", probe.gradient)
-    patches.wrap(Optimizer, "__init__", probe.optimizer)
-    patches.wrap(Optimizer, "zero_grad", probe.zero_grad)
-    patches.wrap(nn.Module, "zero_grad", probe.zero_grad)
-    patches.later(register_optimizer_step_pre_hook(probe.before_step).remove)
-    patches.later(register_optimizer_step_post_hook(probe.after_step).remove)
-    patches.wrap(ReduceLROnPlateau, "step", probe.plateau)
-    patches.wrap(LRScheduler, "step", probe.schedule)
+def install(context: Context) -> None:
+    probe = Training(context, wrappers.install(context))
+    context.on_root.append(probe.watch_module)
+    context.on_pass_end.append(probe.checksum_last_steps)
+    context.intercept(torch.autograd, "backward", probe.backward)
+    context.intercept(torch.autograd, "grad", probe.grad)
+    context.watch(Optimizer, "__init__", after=probe.optimizer_created)
+    for owner in (Optimizer, nn.Module):
+        context.watch(owner, "zero_grad", probe.zero_grad, after=probe.check_cleared, hide=True)
+    context.watch(ReduceLROnPlateau, "step", probe.plateau_step)
+    context.watch(LRScheduler, "step", probe.scheduler_step)
+    context.patches.later(register_optimizer_step_pre_hook(probe.before_step).remove)
+    context.patches.later(register_optimizer_step_post_hook(probe.after_step).remove)
 
 
 class Training:
     """State of the probes of one rank's training."""
 
-    def __init__(self, context: Context, patches: Patches, wrappers: Wrappers):
-        self.context, self.recorder, self.patches, self.wrappers = context, context.recorder, patches, wrappers
-        self.since: dict[int, int] = {}
+    def __init__(self, context: Context, wrappers: Wrappers):
+        self.context, self.recorder, self.wrappers = context, context.recorder, wrappers
+        self.backwards: dict[int, int] = {}
         """Backward passes since each optimizer's last step."""
-        self.kept: dict[int, bool] = {}
-        """Whether the gradients of each optimizer's last step are still there."""
+        self.stale: dict[int, bool] = {}
+        """Whether the gradients of each optimizer's last step were not cleared."""
         self.counts: dict[int, int] = {}
-        self.waiting: set[str] = set()
-        """Parameters of optimizers that stepped which never had a gradient yet."""
-        self.unowned: set[str] = set()
+        """Steps of each optimizer."""
+        self.no_gradient_yet: set[str] = set()
+        """Parameters of optimizers that stepped which never had a gradient."""
+        self.not_optimized: set[str] = set()
         self.ran: set[int] = set()
         """Modules that ran forward while training, and their parameters."""
         self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-        """The modules in a module that drop at random, as it was when it was first looked at."""
+        """The dropout layers of a module, as it was when first sampled."""
         self.versions: list[tuple[str, Tensor, int]] = []
-        self.looked: dict[int, int] = {}
-        """The last step of an optimizer after which its weights were looked at."""
+        self.checksummed: dict[int, int] = {}
+        """The last step of each optimizer after which its weights were recorded."""
         self.in_backward = False
-        """Also of a backward pass within another, and of torch's functions that call themselves under a mode."""
+        """Also true for a backward pass within another, and for torch's functions that call themselves under a mode."""
 
     # -- forward ----------------------------------------------------------------------------------------------------
-    def meet(self, root: nn.Module) -> None:
-        """A module that is no part of another: watch what goes into it and whether it comes out unchanged."""
-        if isinstance(root, torch.jit.ScriptModule):  # it takes no hooks
-            return
-        self.patches.later(root.register_forward_pre_hook(Hook(self._before), with_kwargs=True).remove)
+    def watch_module(self, root: nn.Module) -> None:
+        """Watch what goes into a module that is no part of another, and whether it stays unchanged."""
+        if not isinstance(root, torch.jit.ScriptModule):  # it takes no hooks
+            hook = root.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
+            self.context.patches.later(hook.remove)
 
-    @careful
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    @never_raises
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.context.hidden:
             return
-        learning = torch.is_grad_enabled() and module.training
-        self.context.in_loop = learning
-        if not learning:
+        training = self.context.in_loop = torch.is_grad_enabled() and module.training
+        if not training:
             return
         inputs = list(tensors((args, kwargs)))
-        given = [(f"input {n} of the model", t) for n, t in enumerate(inputs)]
-        given += [(f"tensor {n} of the batch", t) for n, t in enumerate(self.context.given)]
-        self.versions = [(name, t, t._version) for name, t in given if not t.is_inference()]
+        named = [(f"input {n} of the model", t) for n, t in enumerate(inputs)]
+        named += [(f"tensor {n} of the batch", t) for n, t in enumerate(self.context.batch)]
+        self.versions = [(name, t, t._version) for name, t in named if not t.is_inference()]
         if id(module) not in self.ran:
             self.ran |= {id(module), *(id(p) for p in module.parameters())}
         self.context.forwards += 1
-        self._inputs(module, inputs)
+        if should_sample(self.context.forwards):
+            self._inputs(module, inputs)
 
-    @careful
-    def _unchanged(self) -> None:
-        """What went into the forward pass is what it was, before its gradients are computed."""
-        for name, tensor, version in self.versions:
-            if tensor._version != version:
-                self.recorder.write("changed", what=name, shape=list(tensor.shape))
-        self.versions = []
-
-    @careful
+    @never_raises
     def _inputs(self, module: nn.Module, inputs: list[Tensor]) -> None:
-        n = self.context.forwards
-        if not worth_a_look(n):
-            return
+        event = events.ModelInput(self.context.forwards)
         with self.recorder.hide():
             batch = next((t for t in inputs if readable(t) and t.dim() > 0), None)
-            seen: dict[str, Any] = {}
             if batch is not None:
-                seen["rows"] = len(batch)
-                seen["hashes"] = sample_hashes([batch[:_ROWS]])[0]
+                event.rows = len(batch)
+                event.hashes, _ = sample_hashes([batch[:_ROWS]])
             if module not in self.dropouts:
                 self.dropouts[module] = [m for m in module.modules() if isinstance(m, _DROPOUT)]
             if any(m.p > 0 for m in self.dropouts[module]):
-                seen["generator"] = zlib.crc32(_generator_state(batch))
-        self.recorder.write("input", n=n, **seen)
+                event.generator = zlib.crc32(_generator_state(batch))
+        self.recorder.write(event)
+
+    @never_raises
+    def _check_inputs(self) -> None:
+        """Whether the inputs of the forward pass are unchanged when their gradients are computed."""
+        for name, tensor, version in self.versions:
+            if tensor._version != version:
+                self.recorder.write(events.InputChanged(name, list(tensor.shape)))
+        self.versions = []
 
     # -- backward ---------------------------------------------------------------------------------------------------
-    def backward(self, original: Function) -> Function:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.context.hidden or self.in_backward:
-                return original(tensors, *args, **kwargs)
-            self.context.roots()
-            self._unchanged()
-            self._cleared()
-            number = self.context.backwards = self.context.backwards + 1
-            scaled = self._is_scaled(tensors) or False
-            self.context.scaler_at_work = False
-            self.recorder.write("backward", phase="in", n=number, scaled=scaled)
-            for key in self.since:  # before: an optimizer may step in the hooks of the backward pass
-                self.since[key] += 1
-            self.in_backward = True
-            try:
-                result = original(tensors, *args, **kwargs)
-            except BaseException as error:
-                self.recorder.write("backward", phase="failed", n=number, why=str(error)[:500])
-                raise
-            finally:
-                self.in_backward = False
-            self.recorder.write("backward", phase="out", n=number)
-            return result
+    def backward(self, original: Function, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.in_backward:
+            return original(tensors, *args, **kwargs)
+        self.context.roots()
+        self._check_inputs()
+        self.check_cleared()
+        self.context.backwards += 1
+        self.recorder.write(events.Backward(self._is_scaled(tensors) or False))
+        self.context.loss_is_scaled = False
+        for key in self.backwards:  # before: an optimizer may step in the hooks of the backward pass
+            self.backwards[key] += 1
+        self.in_backward = True
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            self.in_backward = False
+            self.recorder.write(events.Return())
 
-        return backward
-
-    @careful
+    @never_raises
     def _is_scaled(self, losses: Any) -> bool:
-        """Whether the last things done to a loss include a product or quotient, other than the scaler's."""
+        """Whether the last operations on a loss include a product or quotient, other than the scaler's."""
         loss = losses if isinstance(losses, (Tensor, GradientEdge)) else next(iter(losses))
         node, names = loss.node if isinstance(loss, GradientEdge) else loss.grad_fn, []
-        if self.context.scaler_at_work and node is not None:
+        if self.context.loss_is_scaled and node is not None:
             node = node.next_functions[0][0]
         for _ in range(3):
             if node is None:
@@ -150,164 +142,133 @@ class Training:
             node = next((n for n, _ in node.next_functions if n is not None), None)
         return any(name.startswith(("Div", "Mul")) for name in names)
 
-    def gradient(self, original: Function) -> Function:
-        def grad(*args: Any, **kwargs: Any) -> Any:
-            if self.context.hidden or self.in_backward:
-                return original(*args, **kwargs)
-            for key in self.since:
-                self.since[key] += 1
-                self.kept[key] = False  # what is done with these gradients is not known
-            self.in_backward = True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.in_backward = False
+    def grad(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        if self.in_backward:
+            return original(*args, **kwargs)
+        for key in self.backwards:
+            self.backwards[key] += 1
+            self.stale[key] = False  # what is done with these gradients is not known
+        self.in_backward = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.in_backward = False
 
-        return grad
-
-    @careful
-    def _cleared(self) -> None:
-        """Note for which optimizers the gradients of the last step are gone."""
+    @never_raises
+    def check_cleared(self, *_: Any, **__: Any) -> None:
+        """Note for which optimizers the gradients of the last step were cleared."""
         for number, optimizer in enumerate(self.context.optimizers):
-            if self.kept.get(number) and worth_a_look(self.counts[number]):
-                self.kept[number] = False  # also if the look fails: what was not seen accuses nobody
+            if self.stale.get(number) and should_sample(self.counts[number]):
+                self.stale[number] = False  # also if the check fails
                 with self.recorder.hide():
-                    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+                    grads = [p.grad for p in _parameters(optimizer) if p.grad is not None]
                     whole = [local for g in grads[:8] if (local := replicated(g)) is not None]
-                    self.kept[number] = any(bool((g != 0).any()) for g in whole)
+                    self.stale[number] = any(bool((g != 0).any()) for g in whole)
 
     # -- optimizer --------------------------------------------------------------------------------------------------
-    def optimizer(self, original: Function) -> Function:
-        def __init__(optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            if type(optimizer).__module__.startswith("accelerate"):  # a wrapper around one that is known
-                return
-            number = len(self.context.optimizers)
-            self.context.optimizers.append(optimizer)
-            self.since[number] = 0
-            self.context.roots()
-            self.recorder.write("optimizer", n=number, lr=_rates(optimizer))
+    def optimizer_created(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
+        if type(optimizer).__module__.startswith("accelerate"):  # a wrapper around one that is known
+            return
+        number = len(self.context.optimizers)
+        self.context.optimizers.append(optimizer)
+        self.backwards[number] = 0
+        self.context.roots()
+        self.recorder.write(events.OptimizerInit(number))
 
-        return __init__
-
-    def zero_grad(self, original: Function) -> Function:
-        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.context.hidden:
-                self.recorder.write("zero_grad")
-            with self.recorder.hide():
-                result = original(owner, *args, **kwargs)
-            self._cleared()
-            return result
-
-        return zero_grad
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        self.recorder.write(events.ZeroGrad())
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        number = self._number(optimizer)
-        if number is None or self.context.recorder.is_hidden or self._only_fills(optimizer, number):
-            return
-        if self.counts.get(number, 0) == 0:
-            self.recorder.write("weights", optimizer=number, n=0, sums=self._sums(optimizer) or {})
+        number = self._watched(optimizer)
+        if number is not None and self.counts.get(number, 0) == 0:
+            self._record_weights(number, 0)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        number = self._number(optimizer)
-        if number is None or self.context.recorder.is_hidden or self._only_fills(optimizer, number):
+        number = self._watched(optimizer)
+        if number is None:
             return
-        n = self.counts[number] = self.counts.get(number, 0) + 1
-        seen: dict[str, Any] = {"optimizer": number, "n": n, "lr": _rates(optimizer), "backwards": self.since[number]}
-        seen["stale"] = self.kept.get(number, False) and worth_a_look(n - 1)
-        seen |= self._gradients(optimizer, n) or {}
-        if worth_a_look(n) or n == self.context.limit:
-            seen["sums"] = self._sums(optimizer) or {}
-            self.looked[number] = n
         context = self.context
-        if (searched := self.wrappers.searched_in_vain()) is not None:
-            seen["searched_in_vain"] = searched
-        seen |= {"loading": round(context.loading, 6), "prints": context.prints, "waits": dict(context.waits)}
-        context.loading, context.prints = 0.0, 0
+        n = self.counts[number] = self.counts.get(number, 0) + 1
+        step = events.Step(number, n, _rates(optimizer), self.backwards[number])
+        step.stale = self.stale.get(number, False) and should_sample(n - 1)
+        step.unused_search_empty = self.wrappers.unused_search_empty()
+        step.prints, step.waits = context.prints, list(context.waits)
+        self._check_gradients(step, optimizer)
+        context.prints = 0
         context.waits.clear()
-        self.since[number], self.kept[number] = 0, True
-        self.recorder.write("step", **seen)
+        self.backwards[number], self.stale[number] = 0, True
+        self.recorder.write(step)
+        if should_sample(n) or n == context.limit:
+            self._record_weights(number, n)
         context.steps = max(context.steps, n)
         if context.limit and context.steps >= context.limit and context.on_limit:
             context.on_limit()
 
-    @careful
-    def _gradients(self, optimizer: Optimizer, n: int) -> dict[str, Any]:
+    def _watched(self, optimizer: Optimizer) -> int | None:
+        """The number of an optimizer; None if its step is not recorded: it is hidden, or only creates the state that a
+        checkpoint is loaded into, which torch does by a step with learning rate 0."""
+        number = next((n for n, o in enumerate(self.context.optimizers) if o is optimizer), None)
+        if number is None or self.recorder.is_hidden:
+            return None
+        only_state = not self.backwards[number] and bool(rates := _rates(optimizer)) and not any(rates)
+        return None if only_state else number
+
+    @never_raises
+    def _check_gradients(self, step: events.Step, optimizer: Optimizer) -> None:
         """Which parameters have no gradient yet, and which have one that no optimizer uses."""
-        seen: dict[str, Any] = {}
-        if n == 1:
-            mine = [p for g in optimizer.param_groups for p in g["params"]]
-            known = {id(p) for _, p in self.context.parameters()}
-            self.waiting |= {self.context.name(p) for p in mine if p.requires_grad and id(p) in known}
-            seen["devices"] = sorted({str(p.device) for p in mine})
-            seen["half"] = any(p.dtype == torch.float16 for p in mine)
-            if mine and all(p.grad is None for p in mine):
-                seen["idle"] = True
-                seen["foreign"] = bool(self.ran) and not any(id(p) in self.ran for p in mine)
-            if self.context.world > 1:
-                loose = [p for p in mine if id(p) not in self.context.covered and replicated(p) is not None]
-                seen["loose"] = [self.context.name(p) for p in loose][:20] if self.context.covered else []
-        if self.waiting or n == 1:
-            with_gradient = {name for name, p in self.context.parameters() if p.grad is not None}
-            self.waiting -= with_gradient
-            seen["waiting"] = sorted(self.waiting)[:20]
-            own = {id(p) for o in self.context.optimizers for g in o.param_groups for p in g["params"]}
-            stray = [(name, p) for name, p in self.context.parameters() if id(p) in self.ran and id(p) not in own]
-            unowned = {name for name, p in stray if p.grad is not None}
-            self.unowned |= unowned
-            seen["unowned"] = sorted(self.unowned)[:20]
-        return seen
+        context = self.context
+        if step.n == 1:
+            mine = _parameters(optimizer)
+            known = {id(p) for _, p in context.parameters()}
+            self.no_gradient_yet |= {context.name(p) for p in mine if p.requires_grad and id(p) in known}
+            step.devices = sorted({str(p.device) for p in mine})
+            step.fp16_weights = any(p.dtype == torch.float16 for p in mine)
+            step.without_gradients = bool(mine) and all(p.grad is None for p in mine)
+            step.not_in_model = bool(self.ran) and not any(id(p) in self.ran for p in mine)
+            if context.world > 1 and context.covered:
+                outside = [p for p in mine if id(p) not in context.covered and replicated(p) is not None]
+                step.not_wrapped = [context.name(p) for p in outside][:_MOST_NAMES]
+        if self.no_gradient_yet or step.n == 1:
+            with_gradient = [(name, p) for name, p in context.parameters() if p.grad is not None]
+            self.no_gradient_yet -= {name for name, _ in with_gradient}
+            step.no_gradient_yet = sorted(self.no_gradient_yet)[:_MOST_NAMES]
+            optimized = {id(p) for o in context.optimizers for p in _parameters(o)}
+            self.not_optimized |= {n for n, p in with_gradient if id(p) in self.ran and id(p) not in optimized}
+            step.not_optimized = sorted(self.not_optimized)[:_MOST_NAMES]
 
-    def look_back(self) -> None:
-        """At the end of an epoch: what went wrong since the last look, if the script ends before the next."""
+    def checksum_last_steps(self) -> None:
+        """At the end of an epoch: record the weights once more, in case the script ends before the next sample."""
         for number, n in self.counts.items():
-            if self.looked.get(number) != n:
-                self.looked[number] = n
-                sums = self._sums(self.context.optimizers[number]) or {}
-                self.recorder.write("look", optimizer=number, n=n, sums=sums)
+            if self.checksummed.get(number) != n:
+                self._record_weights(number, n)
 
-    def _only_fills(self, optimizer: Optimizer, number: int) -> bool:
-        """Whether a step only makes the state that a checkpoint is to be read into, as torch's own do: with rate 0."""
-        return not self.since[number] and bool(rates := _rates(optimizer)) and not any(rates)
+    def _record_weights(self, number: int, n: int) -> None:
+        self.checksummed[number] = n
+        self.recorder.write(events.Weights(number, n, self._checksums(self.context.optimizers[number]) or {}))
 
-    def _number(self, optimizer: Optimizer) -> int | None:
-        return next((n for n, o in enumerate(self.context.optimizers) if o is optimizer), None)
-
-    @careful
-    def _sums(self, optimizer: Optimizer) -> dict[str, int]:
-        return self.context.sums(self._own(optimizer))
-
-    def _own(self, optimizer: Optimizer) -> dict[str, Tensor]:
+    @never_raises
+    def _checksums(self, optimizer: Optimizer) -> dict[str, int]:
         self.context.roots()
         shards = {id(p) for module in self.context.shards for p in module.parameters()}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        named = {self.context.name(p, f"parameter {n}"): p for n, p in enumerate(parameters)}
-        return {name: p for name, p in named.items() if id(p) not in shards}
+        named = {self.context.name(p, f"parameter {n}"): p for n, p in enumerate(_parameters(optimizer))}
+        return self.context.checksums({name: p for name, p in named.items() if id(p) not in shards})
 
-    def plateau(self, original: Function) -> Function:
-        def step(schedule: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
-            self._judged(metrics)
-            return original(schedule, metrics, *args, **kwargs)
-
-        return step
-
-    @careful
-    def _judged(self, metrics: Any) -> None:
+    def plateau_step(self, _: Any, metrics: Any, *__: Any, **___: Any) -> None:
         with self.recorder.hide():
-            self.recorder.write("plateau", value=float(metrics))
+            self.recorder.write(events.SchedulerStep(float(metrics)))
 
-    def schedule(self, original: Function) -> Function:
-        def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.recorder.is_hidden and getattr(schedule, "last_epoch", -1) >= 0:
-                self.recorder.write("schedule", name=type(schedule).__name__)
-            return original(schedule, *args, **kwargs)
+    def scheduler_step(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        if getattr(scheduler, "last_epoch", -1) >= 0:  # not the one that its __init__ takes
+            self.recorder.write(events.SchedulerStep())
 
-        return step
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _rates(optimizer: Optimizer) -> list[float]:
     rates = (group.get("lr") for group in optimizer.param_groups)
-    return [float(rate) for rate in rates if isinstance(rate, (int, float, Tensor))]  # some keep None there
+    return [float(rate) for rate in rates if isinstance(rate, (int, float, Tensor))]  # some have None
 
 
 def _generator_state(batch: Tensor | None) -> bytes:

@@ -1,4 +1,4 @@
-"""Places in the step where the script waits for the device."""
+"""Lines in the step where the script waits for the device."""
 
 import sys
 from functools import partial
@@ -7,27 +7,21 @@ from typing import Any
 
 import torch
 
-from ..patch import Function, Patches
-from ..trace import OURS, Site, foreign
+from ..source import OURS, foreign
 from .context import Context
 
 _WAITING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__format__", "__repr__")
 
 
-def install(context: Context, patches: Patches) -> None:
-    def watched(name: str, original: Function) -> Function:
-        def wait(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            of_device = context.recorder.on_gpu or tensor.is_cuda
-            if of_device and context.in_loop and not context.in_loader and not context.hidden:
-                frame: FrameType | None = sys._getframe(1)
-                while frame is not None and frame.f_code.co_filename.startswith(OURS):  # a watched print, say
-                    frame = frame.f_back
-                if frame is not None and not foreign(frame.f_code.co_filename):
-                    place = Site(frame.f_code.co_filename, frame.f_lineno)
-                    context.waits[f"{place.file}:{place.line}:{name.strip('_')}"] += 1
-            return original(tensor, *args, **kwargs)
-
-        return wait
-
+def install(context: Context) -> None:
     for name in _WAITING:
-        patches.wrap(torch.Tensor, name, partial(watched, name))
+        context.watch(torch.Tensor, name, partial(_waits, context, name.strip("_")))
+
+
+def _waits(context: Context, name: str, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+    if (context.recorder.on_gpu or tensor.is_cuda) and context.in_loop and not context.in_loader:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(OURS):
+            frame = frame.f_back
+        if frame is not None and not foreign(frame.f_code.co_filename):
+            context.waits.add((frame.f_code.co_filename, frame.f_lineno, name))

@@ -12,7 +12,7 @@ from torch import Tensor
 from audit.emulate.test_shared_gpu import requests
 from lockstep.audit.emulate import cuda_on_cpu
 from lockstep.audit.patch import Patches
-from lockstep.audit.trace import Recorder
+from lockstep.audit.recorder import Recorder
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.audit.emulate import shared_gpu
+from lockstep.audit.events import Device
 from lockstep.audit.patch import Patches
-from lockstep.audit.trace import Recorder, lines
+from lockstep.audit.recorder import Recorder, decode
 
 FIRST = torch.device("cuda", 0)
 
@@ -55,9 +56,8 @@ def recorder(tmp_path: Path, calls: Calls) -> Iterator[Recorder]:
 
 
 def requests(recorder: Recorder) -> list[tuple[str, int]]:
-    return [
-        (r["op"], r["index"]) for r in lines((recorder.folder / "rank1.jsonl").read_text()) if r["kind"] == "device"
-    ]
+    events = decode((recorder.folder / "rank1.jsonl").read_text())
+    return [(event.op, event.index) for event in events if isinstance(event, Device)]
 
 
 WAYS = {

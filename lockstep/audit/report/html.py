@@ -1,23 +1,21 @@
-"""The report of an audit for people: one page that holds all it needs, to be read in any browser or sent to others."""
+"""The verdict as one HTML page that needs no other file, for any browser."""
 
 import re
 import shlex
 from html import escape
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
 
-from .catalog import Finding
-from .html_ledger import ledger
-from .html_parts import counted, section
-from .html_style import STYLE
-from .html_timeline import timeline
-from .probes.collectives import ALL as COLLECTIVES
-from .trace import Rank, Site, Trace
+from ..catalog import Finding
+from ..model import Rank
+from ..probes.collectives import ALL as COLLECTIVES
+from ..source import Site
+from ..verdict import Verdict, counted
+from .ledger import ledger
+from .parts import section
+from .timeline import timeline
 
-if TYPE_CHECKING:
-    from .command import Verdict
-
+STYLE = Path(__file__).with_name("style.css").read_text()
 _AROUND = 3
 """Lines of code shown before and after the one that a finding is about."""
 _LAST = 60
@@ -25,9 +23,9 @@ _LAST = 60
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def as_html(verdict: "Verdict") -> str:
+def as_html(verdict: Verdict) -> str:
     """The page."""
-    title = escape(f"lockstep audit: {shlex.join(verdict.words)}")
+    title = escape(f"lockstep audit: {shlex.join(verdict.script)}")
     parts = (
         _verdict(verdict),
         _findings(verdict.findings),
@@ -45,51 +43,12 @@ def as_html(verdict: "Verdict") -> str:
     )
 
 
-# -- verdict ----------------------------------------------------------------------------------------------------------
-def _verdict(verdict: "Verdict") -> str:
+def _verdict(verdict: Verdict) -> str:
     tone = verdict.findings[0].severity if verdict.findings else "clean"
-    facts = "".join(f"<li>{fact}</li>" for fact in _facts(verdict))
     return (
-        f'<header class="verdict {tone}"><p class="script"><code>{escape(shlex.join(verdict.words))}</code></p>'
-        f'<h1>{escape(_sentence(verdict))}</h1><ul class="facts">{facts}</ul></header>'
+        f'<header class="verdict {tone}"><p class="script"><code>{escape(shlex.join(verdict.script))}</code></p>'
+        f"<h1>{escape(verdict.sentence)}</h1></header>"
     )
-
-
-def _sentence(verdict: "Verdict") -> str:
-    """The verdict in one sentence."""
-    if not verdict.findings:
-        return f"Nothing found{_good(verdict.trace)}."
-    counts = ((sum(f.severity == s for f in verdict.findings), s) for s in ("error", "warning", "note"))
-    found = ", ".join(counted(n, s) for n, s in counts if n)
-    return f"{found}{_ending(verdict)}."
-
-
-def _good(trace: Trace) -> str:
-    """What holds if nothing is wrong; of data that came without a loader nothing is known."""
-    if trace.world == 1:
-        return ""
-    loads = any(rank.first("batch") for rank in trace.ranks)
-    return f": the ranks train one model{' on all of the data' if loads else ''}"
-
-
-def _ending(verdict: "Verdict") -> str:
-    if verdict.trace.hung:
-        return "; the ranks hang"
-    if any(rank.failed for rank in verdict.trace.ranks):
-        return "; the script failed" + ("" if _steps(verdict)[1] else " before its first step")
-    return ""
-
-
-def _steps(verdict: "Verdict") -> tuple[int, int]:
-    """The fewest and the most that a rank took."""
-    counts = [len(rank.steps) for rank in verdict.trace.ranks]
-    return min(counts, default=0), max(counts, default=0)
-
-
-def _facts(verdict: "Verdict") -> list[str]:
-    least, most = _steps(verdict)
-    steps = counted(most, "optimizer step") if least == most else f"{least} to {most} optimizer steps"
-    return [counted(verdict.trace.world, "rank"), steps]
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
@@ -100,23 +59,23 @@ def _findings(findings: list[Finding]) -> str:
 
 
 def _finding(finding: Finding) -> str:
-    place = f'<span class="place">{escape(f"{finding.at.file}:{finding.at.line}")}</span>' if finding.at else ""
+    line = f'<span class="line">{escape(f"{finding.at.file}:{finding.at.line}")}</span>' if finding.at else ""
     evidence = "".join(f"<li>{escape(seen)}</li>" for seen in finding.evidence)
     return (
         f'<article class="finding {finding.severity}"><header><span class="severity">{finding.severity}</span>'
-        f"<h3>{escape(finding.kind.name)}</h3>{place}</header>"
+        f"<h3>{escape(finding.kind.name)}</h3>{line}</header>"
         f'<p class="what">{escape(_capital(finding.what))}</p>'
         + (f'<ul class="evidence">{evidence}</ul>' if evidence else "")
         + (_excerpt(finding.at) if finding.at else "")
-        + f'<h4>Why it matters</h4><p class="what">{escape(finding.kind.why)}</p><h4>How to mend it</h4>'
-        f'<pre class="plain" tabindex="0"><code>{escape(finding.kind.mend)}</code></pre></article>'
+        + f'<h4>Why it matters</h4><p class="what">{escape(finding.kind.why)}</p><h4>How to fix it</h4>'
+        f'<pre class="plain" tabindex="0"><code>{escape(finding.kind.fix)}</code></pre></article>'
     )
 
 
 def _capital(text: str) -> str:
-    """A sentence of it; the name of a function keeps its case."""
-    begins = text[:1] if text.split(" ", 1)[0] in COLLECTIVES else text[:1].upper()
-    return begins + text[1:] + ("" if text.endswith((".", "…")) else ".")
+    """The text as a sentence; the name of a function keeps its case."""
+    first = text[:1] if text.split(" ", 1)[0] in COLLECTIVES else text[:1].upper()
+    return first + text[1:] + ("" if text.endswith((".", "…")) else ".")
 
 
 def _excerpt(at: Site) -> str:
@@ -163,5 +122,5 @@ def _output(rank: int, text: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Of an output, without terminal colours; of a line that was written over, what was left of it."""
+    """The lines of an output without terminal colours; of a progress bar, its last state."""
     return [line.rstrip("\r").rsplit("\r", 1)[-1] for line in _ESCAPES.sub("", text).strip().split("\n")]

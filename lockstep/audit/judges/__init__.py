@@ -3,24 +3,16 @@
 from collections.abc import Callable, Iterator
 
 from ..catalog import Finding
-from ..trace import Trace
+from ..model import Trace
 from . import collectives, epochs, files, precision, randomness, replicas, samples, settings, step
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 Judge = Callable[[Trace], Iterator[Finding]]
-JUDGES: tuple[Judge, ...] = (
-    replicas.judge,
-    collectives.judge,
-    samples.judge,
-    epochs.judge,
-    randomness.judge,
-    step.judge,
-    precision.judge,
-    files.judge,
-    settings.judge,
-)
-_OF_SAMPLES = (samples.judge, epochs.judge, randomness.judge)
-"""Whether ranks see and draw something else than others."""
+_OF_RANKS: tuple[Judge, ...] = (
+    replicas.judge, collectives.judge, step.judge, precision.judge, files.judge, settings.judge
+)  # fmt: skip
+_OF_SAMPLES: tuple[Judge, ...] = (samples.judge, epochs.judge, randomness.judge)
+"""Whether ranks see and draw the same: ranks that share one layer must, and count as one."""
 CAUSES = {
     # where the first is found, the second only follows from it
     "differing-schedule": {"unsynchronised", "local-metric"},
@@ -38,12 +30,12 @@ CAUSES = {
 
 
 def judge(trace: Trace) -> list[Finding]:
-    """All findings, the worst first; one of each kind for each place in the script."""
+    """All findings, the worst first; one of each kind for each line of the script."""
     found: dict[tuple[str, object], Finding] = {}
-    readers = trace.readers
-    for ask in JUDGES:
-        for finding in ask(readers if ask in _OF_SAMPLES else trace):
-            found.setdefault((finding.kind.name, finding.at), finding)
-    follows = {name for cause, _ in found for name in CAUSES.get(cause, ())}
-    kept = [f for f in found.values() if f.kind.name not in follows]
+    for judges, ranks in ((_OF_SAMPLES, trace.readers), (_OF_RANKS, trace)):
+        for ask in judges:
+            for finding in ask(ranks):
+                found.setdefault((finding.kind.name, finding.at), finding)
+    consequences = {name for cause, _ in found for name in CAUSES.get(cause, ())}
+    kept = [f for f in found.values() if f.kind.name not in consequences]
     return sorted(kept, key=lambda f: (_ORDER[f.severity], f.kind.topic))

@@ -1,4 +1,4 @@
-"""What the sections of the report are put together from."""
+"""HTML that several sections of the page use."""
 
 
 def section(name: str, title: str, *parts: str) -> str:
@@ -13,8 +13,3 @@ def legend(items: list[tuple[str, str]]) -> str:
 
 def box(kind: str) -> str:
     return f'<rect class="{kind}" width="14" height="14"/>'
-
-
-def counted(count: int, noun: str) -> str:
-    """How many of it, in words."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"

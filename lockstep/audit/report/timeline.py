@@ -1,20 +1,20 @@
-"""The timeline of the report: one row a rank, what it did coloured, where it hangs hatched."""
+"""The timeline of the page: one row per rank, coloured by what it did, hatched where it hangs."""
 
 import math
 from dataclasses import replace
 from html import escape
 
-from .html_parts import box, legend, section
-from .html_spans import KINDS, Span, spans_of, thinned
-from .judge.collectives import doing
-from .trace import Rank, Record, Trace
+from ..events import Backward, Batch, Forward, ModelInput, PassStart, Step
+from ..model import Rank, Trace
+from .parts import box, legend, section
+from .spans import KINDS, Span, spans_of, thinned
 
 _WIDTH, _BAR, _ROW, _TOP, _AXIS = 980, 24, 56, 12, 26
 _SPANS = 600
 """More than these are thinned out."""
 _TICKS = 100
 """More optimizer steps of one rank than these are not all drawn."""
-_TRAINING = ("loader", "batch", "input", "forward", "backward", "step")
+_TRAINING = (PassStart, Batch, ModelInput, Forward, Backward, Step)
 _WORDS = {"collective": "collectives", "other": "other work"}
 
 
@@ -22,35 +22,29 @@ def timeline(trace: Trace) -> str:
     """The section."""
     window = _window(trace)
     if window is None:
-        return section(
-            "timeline", "Timeline", '<p class="muted">The ranks ended before there was anything to draw.</p>'
-        )
+        text = "The ranks ended before there was anything to draw."
+        return section("timeline", "Timeline", f'<p class="muted">{text}</p>')
     begin, end = window
     rows = [_spans(trace, rank, begin, end) for rank in trace.ranks]
     if is_crowded := sum(map(len, rows)) > _SPANS:
-        rows = [_thinned(row, begin, end, max(100, _SPANS // trace.world)) for row in rows]
-    place = f"height:{_ROW}px;padding-bottom:{_ROW - _BAR - 2 * _TOP}px"
-    names = "".join(f'<div style="{place}">rank {rank.number}</div>' for rank in trace.ranks)
+        rows = [thinned(row, begin, end, max(100, _SPANS // trace.world)) for row in rows]
+    style = f"height:{_ROW}px;padding-bottom:{_ROW - _BAR - 2 * _TOP}px"
+    names = "".join(f'<div style="{style}">rank {rank.number}</div>' for rank in trace.ranks)
     region = '<div class="scroll" tabindex="0" role="region" aria-label="timeline of the ranks">'
-    chart = (
-        f'<div class="chart"><div class="names">{names}</div>{region}{_picture(trace, rows, begin, end)}</div></div>'
-    )
+    picture = _picture(trace, rows, begin, end)
+    chart = f'<div class="chart"><div class="names">{names}</div>{region}{picture}</div></div>'
     return section("timeline", "Timeline", _caption(trace, begin, is_crowded), _legend(trace), chart, _endings(trace))
 
 
 def _window(trace: Trace) -> tuple[float, float] | None:
-    """From the first batch, if all ranks came so far, to the end; room beyond it for what never ended."""
-    times = [r["t"] for rank in trace.ranks for r in rank.records]
-    firsts = [_first(rank) for rank in trace.ranks]
+    """From the first batch, if all ranks have one, to the end; with some room after it for what never ended."""
+    times = [event.t for rank in trace.ranks for event in rank.events]
+    firsts = [next((e.t for e in rank.events if isinstance(e, _TRAINING)), None) for rank in trace.ranks]
     if not times or max(times) <= min(times):
         return None
-    begin = min(first["t"] for first in firsts if first) if all(firsts) else min(times)
+    begin = min(times if None in firsts else filter(None, firsts))
     end = max(*times, begin + 1e-6)
     return begin, end + (0.22 * (end - begin) if trace.hung else 0.0)
-
-
-def _first(rank: Rank) -> Record | None:
-    return next((r for r in rank.records if r["kind"] in _TRAINING), None)
 
 
 def _hangs(trace: Trace, rank: Rank) -> bool:
@@ -60,18 +54,14 @@ def _hangs(trace: Trace, rank: Rank) -> bool:
 # -- spans ------------------------------------------------------------------------------------------------------------
 def _spans(trace: Trace, rank: Rank, begin: float, end: float) -> list[Span]:
     """What a rank did in the window; only a rank that hangs never left what it was in."""
-    if not rank.records:
+    if not rank.events:
         return []
-    hangs, last = _hangs(trace, rank), rank.records[-1]["t"]
+    hangs, last = _hangs(trace, rank), rank.events[-1].t
     spans = spans_of(rank, end if hangs else last)
     if hangs and not any(s.is_open for s in spans):
-        spans.append(Span("other", last, end, doing(rank), is_open=True))
+        spans.append(Span("other", last, end, rank.outcome, is_open=True))
     cut = [replace(s, start=max(s.start, begin), is_open=s.is_open and hangs) for s in spans]
     return [s for s in cut if s.end > begin]
-
-
-def _thinned(spans: list[Span], begin: float, end: float, cells: int) -> list[Span]:
-    return [*thinned([s for s in spans if not s.is_open], begin, end, cells), *(s for s in spans if s.is_open)]
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
@@ -88,17 +78,18 @@ def _picture(trace: Trace, rows: list[list[Span]], begin: float, end: float) -> 
 
 
 def _described(trace: Trace) -> str:
-    return "; ".join(f"rank {rank.number} {doing(rank)}, {len(rank.steps)} steps" for rank in trace.ranks)
+    return "; ".join(f"rank {rank.number} {rank.outcome}, {len(rank.steps)} steps" for rank in trace.ranks)
 
 
 def _row(trace: Trace, rank: Rank, spans: list[Span], begin: float, scale: float) -> str:
-    if not rank.records:
+    if not rank.events:
         return ""
     top = trace.ranks.index(rank) * _ROW + _TOP
-    first, last = max(begin, rank.records[0]["t"]), rank.records[-1]["t"]
+    first, last = max(begin, rank.events[0].t), rank.events[-1].t
     parts = [_bar(Span("other", first, last, "other work"), begin, scale, top)] if last > first else []
     parts += [_bar(span, begin, scale, top) for span in spans]
-    parts += [_tick(step, begin, scale, top) for step in _drawn_steps(rank) if step["t"] >= begin]
+    steps = rank.steps[:: _every(len(rank.steps))]
+    parts += [_tick(step, begin, scale, top) for step in steps if step.t >= begin]
     if _hangs(trace, rank):
         parts.append(
             f'<text class="waiting" x="{_WIDTH - 2}" y="{top + _BAR + 15}" text-anchor="end">{_words(rank)}</text>'
@@ -109,7 +100,7 @@ def _row(trace: Trace, rank: Rank, spans: list[Span], begin: float, scale: float
 
 
 def _words(rank: Rank) -> str:
-    text = doing(rank)
+    text = rank.outcome
     return escape(text if len(text) < 140 else text[:139] + "…")
 
 
@@ -124,18 +115,14 @@ def _bar(span: Span, begin: float, scale: float, top: float) -> str:
     return f'<rect class="{span.kind}" {shape}>{title}</rect>'
 
 
-def _drawn_steps(rank: Rank) -> list[Record]:
-    return rank.steps[:: _every(len(rank.steps))]
-
-
 def _every(steps: int) -> int:
-    """Of how many steps one has a tick."""
+    """One step in how many has a tick."""
     return max(1, math.ceil(steps / _TICKS))
 
 
-def _tick(step: Record, begin: float, scale: float, top: float) -> str:
-    x = min((step["t"] - begin) * scale, _WIDTH - 1)
-    return f'<path class="step" d="M{x:.1f} {top - 7}V{top}"><title>optimizer step {step["n"]}</title></path>'
+def _tick(step: Step, begin: float, scale: float, top: float) -> str:
+    x = min((step.t - begin) * scale, _WIDTH - 1)
+    return f'<path class="step" d="M{x:.1f} {top - 7}V{top}"><title>optimizer step {step.n}</title></path>'
 
 
 def _cross(x: float, top: float) -> str:
@@ -144,25 +131,25 @@ def _cross(x: float, top: float) -> str:
 
 
 def _grid(begin: float, end: float, scale: float, height: int) -> str:
-    pace = _pace(end - begin)
+    interval = _interval(end - begin)
     lines = []
-    for n in range(int((end - begin) / pace) + 1):
-        x = n * pace * scale
+    for n in range(int((end - begin) / interval) + 1):
+        x = n * interval * scale
         anchor = "start" if n == 0 else "end" if x > _WIDTH - 24 else "middle"
         lines.append(f'<line class="grid" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - _AXIS + 6}"/>')
         lines.append(
-            f'<text x="{x:.1f}" y="{height - 5}" text-anchor="{anchor}">{_moment(n * pace, end - begin)}</text>'
+            f'<text x="{x:.1f}" y="{height - 5}" text-anchor="{anchor}">{_time(n * interval, end - begin)}</text>'
         )
     return "".join(lines)
 
 
-def _pace(seconds: float) -> float:
-    """A round number that goes into it five to ten times or so."""
+def _interval(seconds: float) -> float:
+    """A round number of seconds, about a fifth to a tenth of all."""
     power = 10.0 ** math.floor(math.log10(seconds / 5))
     return power * max(f for f in (1, 2, 5, 10) if f * power <= seconds / 5 or f == 1)
 
 
-def _moment(t: float, whole: float) -> str:
+def _time(t: float, whole: float) -> str:
     return f"{t:.10g} s" if whole >= 2 else f"{1000 * t:.10g} ms"
 
 
@@ -172,12 +159,12 @@ def _duration(seconds: float) -> str:
 
 # -- words ------------------------------------------------------------------------------------------------------------
 def _caption(trace: Trace, begin: float, is_crowded: bool) -> str:
-    started = min(r["t"] for rank in trace.ranks for r in rank.records)
+    started = min(event.t for rank in trace.ranks for event in rank.events)
     every = max(_every(len(rank.steps)) for rank in trace.ranks)
     sentences = [
         f"From the first batch on; starting up took {_duration(begin - started)} before it." if begin > started else "",
-        "Each stretch has the colour of what took most of its time." if is_crowded else "",
-        f"One optimizer step of {every} has a tick." if every > 1 else "",
+        "Each span has the colour of what took most of its time." if is_crowded else "",
+        f"One optimizer step in {every} has a tick." if every > 1 else "",
     ]
     text = " ".join(filter(None, sentences))
     return f'<p class="muted lede">{text}</p>' if text else ""
@@ -196,5 +183,5 @@ def _legend(trace: Trace) -> str:
 def _endings(trace: Trace) -> str:
     if not any(_hangs(trace, rank) or rank.failed for rank in trace.ranks):
         return ""
-    lines = (f"rank {rank.number} {doing(rank)}" for rank in trace.ranks)
+    lines = (f"rank {rank.number} {rank.outcome}" for rank in trace.ranks)
     return f'<ul class="endings">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'

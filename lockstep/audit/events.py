@@ -1,0 +1,390 @@
+"""Events: what the probes record of one rank, a dataclass for each kind."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .source import Site
+
+
+@dataclass(slots=True)
+class Event:
+    """What all kinds have in common; the recorder fills it in."""
+
+    t: float = field(default=0.0, kw_only=True)
+    """Seconds since the epoch."""
+    at: Site | None = field(default=None, kw_only=True)
+    """The innermost line of the user's code."""
+
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.__name__] = cls
+
+
+KINDS: dict[str, type[Event]] = {}
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Start(Event):
+    environment: dict[str, str]
+    shares_gpu: bool = False
+    """Whether the audit put all ranks on one GPU."""
+
+
+@dataclass(slots=True)
+class End(Event):
+    """The script ended, by itself or with an exception."""
+
+    how: Literal["done", "exit", "crash"]
+    status: int
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.how != "crash" and self.status == 0
+
+
+class StepLimit(Event):
+    """The rank has taken as many steps as the audit watches."""
+
+
+@dataclass(slots=True)
+class ProbeFailed(Event):
+    probe: str
+    error: str
+
+
+@dataclass(slots=True)
+class Spawn(Event):
+    """torch.multiprocessing.spawn."""
+
+    nprocs: int
+
+
+@dataclass(slots=True)
+class RankStarted(Event):
+    """The n-th process that the script would have started as a rank."""
+
+    n: int
+
+
+class ProcessStarted(Event):
+    """A process that is no rank."""
+
+
+@dataclass(slots=True)
+class InitGroup(Event):
+    world: int
+    """As given to init_process_group; -1 if it was not."""
+
+
+@dataclass(slots=True)
+class Device(Event):
+    op: str
+    """use: a tensor or module is moved to it; device_ids: DDP is given it; set_device; framework."""
+    index: int
+
+
+@dataclass(slots=True)
+class Environment(Event):
+    """The script sets a variable of its environment."""
+
+    name: str
+    value: str
+    before: str | None = None
+    """What the user had set."""
+
+
+# -- calls: entered, and left with a Return ---------------------------------------------------------------------------
+@dataclass(slots=True)
+class Collective(Event):
+    op: str
+    by_library: bool = False
+    """Whether it is called by a library, not by the user's code."""
+    group: list[int] | None = None
+    """The ranks of its group; None: all. Empty if it is not known."""
+    group_name: str = ""
+    in_thread: bool = False
+    """Whether it is called outside of the main thread."""
+    shape: list[int] | None = None
+    dtype: str | None = None
+    root: int | None = None
+    members: list[int] | None = None
+    """The ranks of the group that new_group makes."""
+
+
+@dataclass(slots=True)
+class Forward(Event):
+    """The forward pass of DDP or FSDP."""
+
+    training: bool
+    syncs: bool | None = None
+    """Whether DDP synchronises gradients in the backward pass that follows; None: this is FSDP."""
+
+
+@dataclass(slots=True)
+class Backward(Event):
+    scaled: bool = False
+    """Whether the loss was multiplied or divided last, other than by a gradient scaler."""
+
+
+class Return(Event):
+    """The innermost call is left, or has raised an exception."""
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class ModelInput(Event):
+    """What the n-th forward pass of training is given."""
+
+    n: int
+    rows: int = 0
+    hashes: str = ""
+    """Of the first samples, packed."""
+    generator: int | None = None
+    """A checksum of the random generator's state, if the model has dropout."""
+
+
+@dataclass(slots=True)
+class InputChanged(Event):
+    """A tensor was written to between forward and backward."""
+
+    name: str
+    shape: list[int]
+
+
+@dataclass(slots=True)
+class OptimizerInit(Event):
+    n: int
+
+
+class ZeroGrad(Event):
+    pass
+
+
+@dataclass(slots=True)
+class Step(Event):
+    """The n-th step of an optimizer."""
+
+    optimizer: int
+    n: int
+    lr: list[float]
+    backwards: int = 1
+    """Backward passes since its step before."""
+    stale: bool = False
+    """Whether the gradients of the step before were not cleared."""
+    prints: int = 0
+    waits: list[tuple[str, int, str]] = field(default_factory=list)
+    """File, line and method of Tensor where the script waited for the device."""
+    unused_search_empty: bool | None = None
+    """Whether find_unused_parameters found none; None: DDP does not search."""
+    devices: list[str] = field(default_factory=list)
+    """Of the optimizer's parameters. This and the next three: in its first step only."""
+    fp16_weights: bool = False
+    without_gradients: bool = False
+    """Whether none of its parameters has a gradient."""
+    not_in_model: bool = False
+    """Whether none of its parameters is one of a module that runs."""
+    not_wrapped: list[str] = field(default_factory=list)
+    """Parameters that neither DDP nor FSDP synchronises, though one of them is in use."""
+    no_gradient_yet: list[str] | None = None
+    """Parameters that had no gradient in any step so far; None: not checked in this step."""
+    not_optimized: list[str] = field(default_factory=list)
+    """Parameters with a gradient that are in no optimizer."""
+
+
+@dataclass(slots=True)
+class Weights(Event):
+    """Checksums of an optimizer's parameters after its n-th step; 0: before the first."""
+
+    optimizer: int
+    n: int
+    checksums: dict[str, int]
+
+
+@dataclass(slots=True)
+class SchedulerStep(Event):
+    metric: float | None = None
+    """Of ReduceLROnPlateau."""
+
+
+# -- wrappers ---------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class DDPInit(Event):
+    n: int
+
+
+class FSDPInit(Event):
+    pass
+
+
+@dataclass(slots=True)
+class TensorParallel(Event):
+    ranks: list[int]
+    """Those that hold parts of one layer."""
+
+
+class Join(Event):
+    """torch.distributed.algorithms.Join is entered."""
+
+
+class WrapperBypassed(Event):
+    """A module inside DDP is called directly, not through DDP."""
+
+
+@dataclass(slots=True)
+class Buffers(Event):
+    """The buffers of a DDP module before its n-th forward pass."""
+
+    ddp: int
+    n: int
+    checksums: dict[str, int]
+    local_norms: list[str] = field(default_factory=list)
+    """BatchNorm layers that use the statistics of this rank only."""
+
+
+@dataclass(slots=True)
+class NoSync(Event):
+    """no_sync() is left: what ran inside."""
+
+    backwards: int
+    forwards: int
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class PassStart(Event):
+    """A DataLoader is iterated."""
+
+    loader: int
+    epoch: int
+    """How many times this loader was iterated so far."""
+    dataset: int
+    """Which data set, without the Subsets around it."""
+    type: str
+    is_stream: bool = False
+    size: int | None = None
+    is_subset: bool = False
+    subset: list[int] | None = None
+    """The indices of a Subset in the whole data set, if they are not too many."""
+    batch_size: int | None = None
+    batches: int | None = None
+    workers: int = 0
+    start_method: str | None = None
+    sampler: str | None = None
+    in_order: bool = False
+    """Whether nothing shuffles."""
+    has_set_epoch: bool = False
+
+
+@dataclass(slots=True)
+class Batch(Event):
+    loader: int
+    epoch: int
+    rows: int
+    grad_enabled: bool = True
+    index: list[int] = field(default_factory=list)
+    """Of its samples in the whole data set; empty: not known."""
+    hashes: str = ""
+    """One for each sample, packed."""
+    parts: list[str] = field(default_factory=list)
+    """The same for each tensor of the batch by itself, of the first samples."""
+    labels: list[int] = field(default_factory=list)
+    """Which of these tensors hold one integer for each sample."""
+    loading: float = 0.0
+    """Seconds spent in loaders since the batch before."""
+
+
+@dataclass(slots=True)
+class PassEnd(Event):
+    loader: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class SamplerOrder(Event):
+    """A DistributedSampler is iterated."""
+
+    epoch: int
+    shuffle: bool
+
+
+@dataclass(slots=True)
+class Fetch(Event):
+    n: int
+    worker: int | None = None
+    drawn: dict[str, int] = field(default_factory=dict)
+    """The generators that the data set drew from, each with a checksum of its state before."""
+
+
+@dataclass(slots=True)
+class RandomDraw(Event):
+    """The n-th random tensor of a step."""
+
+    step: int
+    n: int
+    function: str
+    shape: list[int]
+    checksum: int
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Autocast(Event):
+    dtype: str
+
+
+@dataclass(slots=True)
+class Scaler(Event):
+    """A method of a GradScaler is called."""
+
+    op: str
+    n: int
+    scale: float | None = None
+    """After update()."""
+
+
+class Clip(Event):
+    pass
+
+
+# -- files and logs ---------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Save(Event):
+    path: str
+    existed: bool
+    keys: list[str]
+    """The first names of weights."""
+    prefixed: bool
+    """Whether weights have the prefix of DDP."""
+
+
+@dataclass(slots=True)
+class Load(Event):
+    path: str
+    progress: list[str]
+    """Keys of the checkpoint that tell how far training was."""
+    has_optimizer: bool
+
+
+@dataclass(slots=True)
+class Move(Event):
+    source: str
+
+
+@dataclass(slots=True)
+class LoadStateDict(Event):
+    target: Literal["model", "optimizer"]
+
+
+class Print(Event):
+    """The first print of a step."""
+
+
+@dataclass(slots=True)
+class Scalar(Event):
+    """SummaryWriter.add_scalar."""
+
+    tag: str
+    value: float
+    folder: str
+    step: int | None = None

@@ -1,0 +1,252 @@
+"""Each sample once: shards of training, splits, evaluation, streams."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from ...watch.ledger import Ledger, tally
+from ..catalog import Finding, finding
+from ..events import Backward, Collective, End, Event, ModelInput, PassEnd, PassStart
+from ..model import Pass, Rank, Trace
+from ..recorder import unpacked
+from ..source import Site
+
+_MUCH = 0.1
+"""Share of a pass above which repeated samples are no rounding to whole batches."""
+_ENOUGH = 8
+"""Samples below which nothing is concluded from what they have in common."""
+
+
+def judge(trace: Trace) -> Iterator[Finding]:
+    if trace.world > 1:
+        groups = [list(joint.passes.values()) for joint in trace.joint_passes if joint.by_all]
+        for group in groups:
+            yield from _streams(group) if group[0].start.is_stream else _shards(group, trace)
+        yield from _splits(groups)
+        yield from _metrics(groups, trace)
+        if not any(group[0].trains for group in groups):
+            yield from _inputs(trace)
+    yield from _overlap(trace)
+
+
+def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
+    lists, first = [one.index for one in group], group[0]
+    if not all(lists) or any(len(set(i)) < 0.9 * len(i) for i in lists):
+        return  # nothing known, or drawn with replacement
+    if all(one.ended for one in group) and _exactly_once(lists, first.start):
+        return
+    if (first.trains and first.sliced(trace.world)) or _own_sets(group, trace):
+        return
+    counts = Counter(i for part in lists for i in set(part))
+    twice = [i for i, n in counts.items() if n > 1]
+    example = f"sample {twice[0]} on ranks {_holders(lists, twice[0])}" if twice else ""
+    if first.trains and len(twice) > _MUCH * len(counts):
+        share = 100 * len(twice) / len(counts)
+        what = f"{share:.0f} % of the training samples are given to several ranks in one epoch"
+        seen = f"{len(twice)} of {len(counts)}; {example}"
+        yield finding("repeated-samples", what, first.at, seen, f"sampler: {first.start.sampler}")
+    elif not first.trains and twice and not all(set(i) == set(lists[0]) for i in lists):
+        samples = "1 sample is" if len(twice) == 1 else f"{len(twice)} samples are"
+        what = f"{samples} evaluated on several ranks, and counted more than once"
+        seen = f"{len(counts)} samples, {sum(map(len, lists))} evaluations"
+        yield finding("padded-evaluation", what, first.at, seen, example)
+    yield from _unseen(group, counts, trace.world)
+
+
+def _own_sets(group: list[Pass], trace: Trace) -> bool:
+    """Whether each rank has a data set of its own, a part of the whole, with indices that start from 0 again: ranks
+    have the same indices, but hardly any sample of one is on another; and random augmentation is not the reason."""
+    hashes = Counter(content for one in group for content in set(one.hashes))
+    indices = Counter(i for one in group for i in set(one.index))
+    shared = sum(n > 1 for n in indices.values())
+    if not hashes or sum(n > 1 for n in hashes.values()) > _MUCH * shared or shared < _ENOUGH:
+        return False
+    same = _same_samples(group)
+    return _no_augmentation(group[0].at, trace) if same is None else not same
+
+
+def _same_samples(group: list[Pass]) -> bool | None:
+    """Whether one index is the same sample on all ranks, by the tensors of it: some may be drawn at random, labels
+    hardly ever. None: too little is known."""
+    both = [(group[0].parts[n], one.parts[n]) for one in group[1:] for n in one.parts if n in group[0].parts]
+    if len(both) < _ENOUGH:
+        return None
+    equals = differs = False
+    for n in range(min(len(part) for pair in both for part in pair)):
+        values = Counter(a[n] for a, _ in both)
+        chance = sum((count / len(both)) ** 2 for count in values.values())
+        equal = sum(a[n] == b[n] for a, b in both) / len(both)
+        equals |= equal == 1 and chance ** len(both) < 1e-6  # or it is the index itself
+        differs |= n in group[0].labels and len(both) >= 2 * _ENOUGH and equal < 0.8
+    return False if differs else True if equals else None
+
+
+@lru_cache(maxsize=16)
+def _no_augmentation(at: Site | None, trace: Trace) -> bool:
+    """Whether an index that came again on one rank, in another epoch, had the same content."""
+    known: dict[tuple[int, int], set[int]] = {}
+    again = 0
+    for rank in trace.ranks:
+        for index, content in (c for one in rank.passes if one.at == at for c in one.contents):
+            again += (rank.number, index) in known
+            known.setdefault((rank.number, index), set()).add(content)
+    return again >= _ENOUGH and all(len(contents) == 1 for contents in known.values())
+
+
+def _holders(lists: list[list[int]], sample: int) -> str:
+    return ", ".join(str(rank) for rank, part in enumerate(lists) if sample in part)
+
+
+def _exactly_once(lists: list[list[int]], start: PassStart) -> bool:
+    """By the ledger that every run of Lockstep keeps."""
+    if start.is_subset or start.size is None:
+        return False
+    ledger = Ledger(start.size)
+    wrong = ledger.post([{0: tally(np.asarray(part, dtype=np.int64))} for part in lists])
+    return wrong is None and ledger.complete == 1
+
+
+def _unseen(group: list[Pass], counts: Counter[int], world: int) -> Iterator[Finding]:
+    start = group[0].start
+    if not all(one.ended for one in group) or start.size is None or (start.is_subset and not start.subset):
+        return
+    subsets = [one.start.subset for one in group if one.start.subset is not None]
+    whole = {i for subset in subsets for i in subset} if any(subsets) else set(range(start.size))
+    missing = sorted(whole - set(counts))
+    if len(missing) >= max(1, (start.batch_size or 1) * world):
+        what = f"{len(missing)} of {len(whole)} samples are on no rank in a whole epoch"
+        verb = "trained on" if group[0].trains else "evaluated"
+        yield finding("unseen-samples", what, group[0].at, f"never {verb}: {missing[:5]} …")
+
+
+def _streams(group: list[Pass]) -> Iterator[Finding]:
+    lists = [one.hashes for one in group]
+    if not group[0].trains or not all(len(set(h)) >= _ENOUGH for h in lists):
+        return
+    counts = Counter(h for part in lists for h in set(part))
+    shared = sum(n > 1 for n in counts.values()) / len(counts)
+    repeats = max(len(h) / len(set(h)) for h in lists)
+    if shared > 0.5:
+        seen = f"{100 * shared:.0f} % of the samples are on several ranks"
+        yield finding("unsharded-stream", "every rank reads the whole stream", group[0].at, seen)
+    elif repeats > 1.5:
+        seen = f"each sample comes {repeats:.0f} times on one rank"
+        yield finding("unsharded-stream", "every worker reads the whole stream", group[0].at, seen)
+
+
+def _splits(groups: list[list[Pass]]) -> Iterator[Finding]:
+    for group in groups:
+        sets = [set(one.start.subset or ()) for one in group]
+        for rank, other in enumerate(sets[1:], 1) if all(sets) else ():
+            shared = sets[0] & other
+            if other != sets[0] and len(shared) > _MUCH * len(other):
+                what = "the data set is split differently on different ranks"
+                seen = f"rank 0 and rank {rank} share {len(shared)} of {len(other)} samples of this part"
+                yield finding("differing-splits", what, group[0].at, seen)
+                return
+
+
+# -- training and evaluation ------------------------------------------------------------------------------------------
+def _overlap(trace: Trace) -> Iterator[Finding]:
+    together = [trace.ranks] if _same_numbering(trace) else [[rank] for rank in trace.ranks]
+    for ranks in together:
+        if found := _trained_on([one for rank in ranks for one in rank.passes]):
+            yield found
+            return
+
+
+def _same_numbering(trace: Trace) -> bool:
+    """Whether all ranks used their data sets in one order, so that the same number is the same data set."""
+    tables: list[dict[int, tuple[object, ...]]] = []
+    for rank in trace.ranks:
+        starts = [one.start for one in reversed(rank.passes)]
+        tables.append({start.dataset: (start.type, start.size, start.is_subset) for start in starts})
+    return all(table[n] == tables[0][n] for table in tables for n in table.keys() & tables[0].keys())
+
+
+def _trained_on(passes: list[Pass]) -> Finding | None:
+    training = _by_set(one for one in passes if one.trains)
+    for test in _by_set(one for one in passes if not one.trains and one.index):
+        for train in training:
+            if shared := _shared(train, test):
+                what = f"{shared} of the samples evaluated here are trained on"
+                return finding("overlapping-splits", what, test.at, f"trained on at {train.at}")
+    return None
+
+
+def _shared(train: Pass, test: Pass) -> int:
+    """How many samples two passes share, by index in one data set or by content in two."""
+    if train.start.dataset == test.start.dataset:
+        same = train.start.subset == test.start.subset  # how well the training set itself is fitted
+        parts = test.start.is_subset or train.start.is_subset
+        return len(set(train.index) & set(test.index)) if parts and not same else 0
+    hashes = set(test.hashes)
+    shared = len(set(train.hashes) & hashes)
+    return shared if len(hashes) >= _ENOUGH and shared > 0.02 * len(hashes) else 0
+
+
+def _by_set(passes: Iterable[Pass]) -> list[Pass]:
+    """Passes at one line over one data set, as one."""
+    sets: dict[object, Pass] = {}
+    for one in passes:
+        subset = one.start.subset
+        key = (one.at, one.start.dataset, one.start.is_subset, tuple(subset) if subset else None)
+        whole = sets.setdefault(key, Pass(one.start))
+        whole.index += one.index
+        whole.hashes += one.hashes
+    return list(sets.values())
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+def _metrics(groups: list[list[Pass]], trace: Trace) -> Iterator[Finding]:
+    rank = trace.ranks[0]
+    for group in groups:
+        first = group[0]
+        if first.trains or not first.ended or not rank.steps:
+            continue
+        own = _own_sets(group, trace)
+        lists = [one.hashes if own else one.index or one.hashes for one in group]
+        if not all(lists) or any(set(part) <= set(lists[0]) for part in lists[1:]):
+            continue  # unknown, or every rank evaluates everything
+        later = _until_training(first.after)
+        if later is not None and not any(map(_may_reduce_metric, later)) and not _reduced_inside(first, rank):
+            what = "each rank evaluates a part of the set, and the parts are never put together"
+            sizes = ", ".join(f"rank {n}: {len(part)} samples" for n, part in enumerate(lists))
+            yield finding("local-metric", what, first.at, sizes)
+            return
+
+
+def _until_training(events: list[Event]) -> list[Event] | None:
+    """What follows an evaluation, without collectives after the loader of the next training is iterated, whose library
+    may call some itself; None if the audit ended before the metric was used."""
+    for n, event in enumerate(events):
+        if isinstance(event, (Backward, End)):
+            starts = [e.t for e in events[:n] if isinstance(e, PassStart)]
+            return [e for e in events[:n] if not starts or e.t < starts[-1]]
+    return None
+
+
+def _may_reduce_metric(event: Event) -> bool:
+    """Whether a collective may carry a metric. Libraries also call some to agree on what to do next."""
+    if not isinstance(event, Collective) or event.op in ("barrier", "broadcast", "broadcast_object_list"):
+        return False
+    return not event.by_library or "gather" in event.op or str(event.dtype).startswith("float")
+
+
+def _reduced_inside(one: Pass, rank: Rank) -> bool:
+    """Whether metrics may be reduced batch by batch, while the pass goes on."""
+    start = one.start
+    ends = (e.t for e in rank.of(PassEnd) if (e.loader, e.epoch) == (start.loader, start.epoch))
+    end = next(ends, start.t)
+    return any(start.t <= call.t <= end for call in rank.of(Collective) if _may_reduce_metric(call))
+
+
+def _inputs(trace: Trace) -> Iterator[Finding]:
+    """Without a loader to watch: whether the model is given the same on all ranks."""
+    inputs = trace.by_key(ModelInput, lambda given: given.n if len(set(unpacked(given.hashes))) >= 2 else None)
+    if len(inputs) >= 2 and all(len({given.hashes for given in ranks}) == 1 for ranks in inputs.values()):
+        seen = f"{len(inputs)} of {len(inputs)} batches compared are equal"
+        at = next(iter(inputs.values()))[0].at
+        yield finding("repeated-samples", "all ranks give the model the same samples", at, seen)
