@@ -1,24 +1,39 @@
-"""The settings of a run: a flag of `lockstep train` is a field below. `flags.py` reads them."""
+"""The settings of a run: a flag of `lockstep train` is a field below. `flags.py` reads them.
 
-import dataclasses
+Each section checks its values when it is made, and knows which of its flags have no effect in a run.
+"""
+
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
-
-from .recipe import Recipe
-
-RUNS = Path("runs")
-"""Where runs go, each recipe's in a folder of its own."""
 
 EXCLUSIVE = [("n_steps", "epochs"), ("global_batch_size", "gradient_accumulation_steps")]
 
 
-def _check(holds: bool, rule: str, value: Any) -> None:
+def check(holds: bool, rule: str, value: Any) -> None:
+    """Refuse a setting: `rule` says what it must be, `value` what it is."""
     if not holds:
         raise ValueError(f"{rule}, not {value}")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run is like: by this, and by other settings, some flags have no effect."""
+
+    world_size: int = 1
+    local_rank: int = 0
+    on_cpu: bool = True
+    has_agent: bool = False
+    """Whether torchrun's agent has started this process, and can restart it."""
+    evaluates: bool = False
+    """Whether there are evaluations during training."""
+    has_validation_set: bool = False
+    generates: bool = False
+
+
+def _unused(*rules: tuple[str, bool, str]) -> dict[str, str]:
+    """Return, by flag, the reason of each rule (flag, has no effect, reason) that holds."""
+    return {name: reason for name, unused, reason in rules if unused}
 
 
 @dataclass
@@ -41,13 +56,13 @@ class Data:
     """Names the order of the samples, all noise and the initial weights."""
 
     def __post_init__(self) -> None:
-        _check(self.batch_size >= 1, "batch_size is at least 1", self.batch_size)
-        _check((self.global_batch_size or 1) >= 1, "global_batch_size is at least 1", self.global_batch_size)
+        check(self.batch_size >= 1, "batch_size is at least 1", self.batch_size)
+        check((self.global_batch_size or 1) >= 1, "global_batch_size is at least 1", self.global_batch_size)
         accumulation = self.gradient_accumulation_steps
-        _check(accumulation >= 0, "gradient_accumulation_steps is at least 0 (0 and 1 both mean none)", accumulation)
-        _check(self.n_steps is None or self.n_steps >= 1, "n_steps is at least 1", self.n_steps)
-        _check(self.epochs is None or self.epochs >= 1, "epochs is at least 1", self.epochs)
-        _check((self.num_workers or 0) >= 0, "num_workers is at least 0", self.num_workers)
+        check(accumulation >= 0, "gradient_accumulation_steps is at least 0 (0 and 1 both mean none)", accumulation)
+        check(self.n_steps is None or self.n_steps >= 1, "n_steps is at least 1", self.n_steps)
+        check(self.epochs is None or self.epochs >= 1, "epochs is at least 1", self.epochs)
+        check((self.num_workers or 0) >= 0, "num_workers is at least 0", self.num_workers)
 
 
 @dataclass
@@ -93,13 +108,27 @@ class Optim:
 
     def __post_init__(self) -> None:
         for name in ("lr", "min_lr", "warmup_steps", "warmup_epochs", "weight_decay", "clip_grad"):
-            _check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
+            check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
         for name in ("base_batch_size", "decay_steps", "decay_patience", "max_bad_steps"):
-            _check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+            check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
         for name in ("beta1", "beta2", "momentum"):
-            _check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name))
+            check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name))
         for decay in self.ema_decay:
-            _check(0 < decay < 1, "ema_decay is between 0 and 1", decay)
+            check(0 < decay < 1, "ema_decay is between 0 and 1", decay)
+
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        optimizer, schedule = f"the optimizer is {self.optimizer}", f"the schedule is {self.schedule}"
+        return _unused(
+            ("momentum", self.optimizer != "sgd", optimizer),
+            ("beta1", self.optimizer != "adamw", optimizer),
+            ("beta2", self.optimizer != "adamw", optimizer),
+            ("base_batch_size", self.lr_scaling == "none", "lr_scaling is none"),
+            ("min_lr", self.schedule not in ("cosine", "linear", "plateau"), schedule),
+            ("decay_steps", self.schedule != "step", schedule),
+            ("decay_factor", self.schedule not in ("step", "plateau"), schedule),
+            ("decay_patience", self.schedule != "plateau", schedule),
+        )
 
 
 @dataclass
@@ -133,13 +162,28 @@ class Hardware:
 
     def __post_init__(self) -> None:
         valid = self.nproc == "auto" or (self.nproc.isdigit() and int(self.nproc) >= 1)
-        _check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
-        _check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
-        _check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
+        check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
+        check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
+        check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
         if not self.use_amp:
             wanted = self.precision in ("auto", "fp32")
-            _check(wanted, "no_use_amp means --precision fp32; give one of the two", f"--precision {self.precision}")
+            check(wanted, "no_use_amp means --precision fp32; give one of the two", f"--precision {self.precision}")
             self.precision = "fp32"
+
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        return _unused(
+            ("max_restarts", not facts.has_agent, "there is one process, and no agent to restart it"),
+            ("use_amp", self.use_amp and facts.on_cpu, "on a CPU it is slower; --precision bf16 turns it on"),
+            ("world_size", self.world_size != facts.world_size, f"the environment says {facts.world_size}"),
+            ("local_rank", self.local_rank != facts.local_rank, f"the environment says {facts.local_rank}"),
+            ("dist_url", self.dist_url != "env://", "MASTER_ADDR and MASTER_PORT of the environment are used"),
+            (
+                "nproc",
+                self.nproc not in ("auto", str(facts.world_size)),
+                f"this was started as {facts.world_size} process(es)",
+            ),
+        )
 
 
 @dataclass
@@ -161,7 +205,7 @@ class Run:
     save_every: str = "1000"
     """Steps between two checkpoints, or epochs (`1ep`); 0: only at the end."""
     sample_every: str = "0"
-    """Steps, or epochs, between two sets of samples, for recipes that generate; 0: only at the end."""
+    """Steps, or epochs, between two sets of samples, for recipes that generate; also at the end. 0: none at all."""
     keep: int = 3
     """How many checkpoints to keep besides the best."""
     best_metric: str = "loss"
@@ -188,11 +232,25 @@ class Run:
     def __post_init__(self) -> None:
         for name in ("eval_every", "save_every", "sample_every"):
             valid = re.fullmatch(r"\d+|\d*\.?\d+ep", getattr(self, name))
-            _check(bool(valid), f"{name} is a number of steps, or of epochs as in 1ep", getattr(self, name))
+            check(bool(valid), f"{name} is a number of steps, or of epochs as in 1ep", getattr(self, name))
         for name in ("patience", "min_delta"):
-            _check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
+            check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
         for name in ("log_every", "keep"):
-            _check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+            check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        no_evaluation = "nothing is evaluated during training"
+        return _unused(
+            ("eval_every", not facts.has_validation_set and self.eval_every != "0", "there is no validation set"),
+            ("patience", not facts.evaluates, no_evaluation),
+            ("min_delta", not facts.evaluates, no_evaluation),
+            ("best_metric", not facts.evaluates, no_evaluation),
+            ("sample_every", not facts.generates, "this recipe generates nothing"),
+            ("wandb_project", not self.use_wandb, "use_wandb is off"),
+            ("wandb_name", not self.use_wandb, "use_wandb is off"),
+            ("logdir", not self.tensorboard, "tensorboard is off"),
+        )
 
 
 @dataclass
@@ -204,41 +262,7 @@ class TrainConfig:
     hardware: Hardware = field(default_factory=Hardware)
     run: Run = field(default_factory=Run)
 
-
-@dataclass
-class Request:
-    """What the user asked for: settings, the recipe's options, and which of them the user gave."""
-
-    recipe: type[Recipe]
-    train: TrainConfig
-    options: Any
-    given: frozenset[str] = frozenset()
-    smoke: int | None = None
-
-    def flat(self) -> dict[str, Any]:
-        """Every setting by flag name, as a YAML file would hold it."""
-        groups = [self.options, *(getattr(self.train, f.name) for f in dataclasses.fields(self.train))]
-        return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
-
-    def write(self, path: Path) -> None:
-        """The settings as a file that `--config` reads, without what is unset or about this start alone."""
-        this_start = {"resume", "config", "preset", "out", "nproc", "local_rank", "world_size"}
-        settings = {k: v for k, v in self.flat().items() if v is not None and k not in this_start}
-        for holds, idle in EXCLUSIVE:
-            if holds in settings:
-                settings.pop(idle, None)
-        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-        write_whole(path, yaml.safe_dump(settings, sort_keys=False))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write beside and rename: whoever reads it, or is killed, finds the old text or the new one."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text)
-    beside.replace(path)
-
-
-def newest_run(runs: Path) -> Path | None:
-    """The run under `runs` that was last worked on, of those with a checkpoint."""
-    found = [p.parent for p in runs.glob("*/checkpoints") if any(p.glob("step-*"))]
-    return max(found, key=lambda p: p.stat().st_mtime) if found else None
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        sections = (self.optim, self.hardware, self.run)
+        return {name: reason for section in sections for name, reason in section.without_effect(facts).items()}

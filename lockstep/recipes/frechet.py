@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..recipe import Sums, Total
+from ..recipe import SumOverRanks, Sums
 from ..rng import Rng
 from .features import EfficientNetLite0, Inception
 from .images import Images
@@ -58,7 +58,7 @@ class Distance:
     def name(self) -> str:
         return str(self.network.name)
 
-    def __call__(self, total: Total, count: int, batch: int, generate: Callable[[range, Rng], Tensor], cache: Path) -> float:  # fmt: skip  # noqa: E501
+    def __call__(self, total: SumOverRanks, count: int, batch: int, generate: Callable[[range, Rng], Tensor], cache: Path) -> float:  # fmt: skip  # noqa: E501
         """`generate(numbers, rng)` makes images (n, 3, S, S) with values 0 … 1."""
         real = self._reference(total, cache / f"{self.name}-{fingerprint(self.images)}.safetensors")
         # As a picture file would hold them: a network sees what a person would be shown.
@@ -69,7 +69,7 @@ class Distance:
         with torch.autocast(self.device.type, enabled=False):
             return parts(self.network(images.to(self.device)))
 
-    def _reference(self, total: Total, file: Path) -> dict[str, Tensor]:
+    def _reference(self, total: SumOverRanks, file: Path) -> dict[str, Tensor]:
         """Whether there is a file is found out in one place, for all: a total over a single number."""
         if kept := total(1, 1, lambda *_: _read(file)):
             return kept

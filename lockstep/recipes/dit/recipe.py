@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...recipe import Batch, Loss, Recipe, Split, Total
+from ...recipe import Batch, Describes, EmbedsData, Generates, Loss, Recipe, Scores, Split, SumOverRanks
 from ...rng import Rng
 from .. import frechet, grids, images
 from ..features import Unavailable
@@ -86,7 +86,7 @@ class DiTOptions:
             raise ValueError(f"sample_cfg are numbers of 0 or more, not {self.sample_cfg}; 1 is no guidance")
 
 
-class DiTRecipe(Recipe):
+class DiTRecipe(Recipe, Generates, Scores, EmbedsData, Describes):
     """Diffusion transformer with register tokens, trained by rectified flow."""
 
     Options: ClassVar[type] = DiTOptions
@@ -120,7 +120,7 @@ class DiTRecipe(Recipe):
             "log_every": 10,
             "eval_every": 600,
             "save_every": 600,
-            "sample_every": 0,
+            "sample_every": 1_200,
             "sample_cfg": [2.5],
             "sample_per_class": 10,
             "sample_steps": 25,
@@ -172,7 +172,7 @@ class DiTRecipe(Recipe):
         error = (velocity.to(target.dtype) - target).square()
         return Loss(total=error.sum(), weight=error.numel())
 
-    def galleries(self) -> dict[str, dict[str, Any]]:
+    def sample_sets(self) -> dict[str, dict[str, Any]]:
         n = self.options.sample_per_class * self.classes
         return {f"cfg{float(cfg)}": {"n": n, "cfg": float(cfg)} for cfg in self.options.sample_cfg}
 
@@ -235,7 +235,7 @@ class DiTRecipe(Recipe):
     def score_every(self) -> int:
         return int(self.options.fid_every)
 
-    def score(self, model: nn.Module, total: Total, folder: Path) -> tuple[dict[str, float], str | None]:
+    def score(self, model: nn.Module, total: SumOverRanks, folder: Path) -> tuple[dict[str, float], str | None]:
         """The Fréchet distance of samples to the training set; statistics of the latter are kept beside it."""
         train = self.dataset("train")
         assert train is not None, "every source has training images"

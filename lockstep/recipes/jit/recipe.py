@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...recipe import Batch, Loss, Recipe, Split
+from ...recipe import Batch, Describes, EmbedsData, Generates, Loss, Recipe, Split
 from ...rng import Rng
 from .. import grids
 from ..images import Images, describe
@@ -102,7 +102,7 @@ def _positive(value: float) -> bool:
     return math.isfinite(value) and value > 0
 
 
-class JiTRecipe(Recipe):
+class JiTRecipe(Recipe, Generates, EmbedsData, Describes):
     """Pixel diffusion with just an image transformer: x-prediction, velocity loss."""
 
     Options: ClassVar[type] = JiTOptions
@@ -140,7 +140,7 @@ class JiTRecipe(Recipe):
             "log_every": 10,
             "eval_every": 750,
             "save_every": 750,
-            "sample_every": 0,
+            "sample_every": 1_500,
             "sample_cfg": [2.0],
             "sample_per_class": 10,
             "sample_steps": 10,
@@ -207,7 +207,7 @@ class JiTRecipe(Recipe):
         error = (predicted - velocity).square()
         return Loss(total=error.sum(), weight=error.numel())
 
-    def galleries(self) -> dict[str, dict[str, Any]]:
+    def sample_sets(self) -> dict[str, dict[str, Any]]:
         n = min(self.options.sample_per_class * self.classes, _MOST)
         return {f"cfg{float(cfg)}": {"n": n, "cfg": float(cfg)} for cfg in self.options.sample_cfg}
 

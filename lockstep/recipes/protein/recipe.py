@@ -12,7 +12,21 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...recipe import (
+    Augments,
+    Batch,
+    Describes,
+    EmbedsData,
+    Loss,
+    Predicts,
+    Recipe,
+    SeveralTerms,
+    Split,
+    Sums,
+    Tests,
+    loss_means,
+    loss_sums,
+)
 from ...rng import Rng
 from . import chain, data, geometry, measure, results
 from .chemistry import UNKNOWN, slot_table, symmetry_table
@@ -86,7 +100,7 @@ class ProteinOptions:
             raise ValueError(f"dropout is in [0, 1) and torsion_weight 0 or more, not {values}")
 
 
-class ProteinRecipe(Recipe):
+class ProteinRecipe(Recipe, Augments, SeveralTerms, Tests, Predicts, EmbedsData, Describes):
     """Side-chain fragments and torsions from backbone geometry, by masking."""
 
     Options: ClassVar[type] = ProteinOptions
@@ -147,7 +161,7 @@ class ProteinRecipe(Recipe):
         found = self.dataset(split)
         return "" if found is None else f"{found.source}, {len(found):,} chains, {sum(found.lengths):,} residues"
 
-    def costs(self, dataset: data.Chains) -> Sequence[float]:
+    def sample_costs(self, dataset: data.Chains) -> Sequence[float]:
         return data.lengths_of(dataset, self.options.max_length)
 
     def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
@@ -178,7 +192,7 @@ class ProteinRecipe(Recipe):
         masking = Masking(o.masking_strategy, o.mask_ratio, o.block_size, bare)
         return hide(batch["slots"], batch["present"][..., 1], rng, masking, o.max_length)
 
-    def weigh(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
+    def term_counts(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
         asked = self._hide(batch, rng, self.options.backbone_only).asked
         return {"fragments": asked.sum(), "torsions": batch["has_chi"].sum()}
 
@@ -212,8 +226,8 @@ class ProteinRecipe(Recipe):
             hidden = self._hide(part, Rng(keys), bare=0.0)
             fragments, torsions = self._answers(model, part, hidden.shown)
             terms = self._terms(fragments, torsions, part, hidden.asked)
-            counted: Sums = {f"total {name}": value.double() for name, value in terms.items()}
-            counted |= {"weight fragments": hidden.asked.sum(), "weight torsions": part["has_chi"].sum()}
+            counts = {"fragments": hidden.asked.sum(), "torsions": part["has_chi"].sum()}
+            counted = loss_sums(Loss.of_terms(**terms), counts)
             counted |= measure.fragment_counts(fragments, part["slots"], hidden.asked)
             counted |= measure.torsion_counts(torsions, part["chi"], part["has_chi"], part["symmetric"])
             for name, value in (counted | self._from_backbone(model, part)).items():
@@ -229,7 +243,7 @@ class ProteinRecipe(Recipe):
         return {f"backbone {name}": value for name, value in sums.items()}
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        values = super().metrics({k: v for k, v in sums.items() if k.startswith(("total ", "weight "))})
+        values = loss_means({name: sums[name] for name in ("fragments", "torsions")})
         for prefix in ("", "backbone "):
             measured = measure.fragment_values(sums, prefix) | measure.torsion_values(sums, prefix)
             values |= {prefix.replace(" ", "_") + name: value for name, value in measured.items()}
@@ -239,7 +253,7 @@ class ProteinRecipe(Recipe):
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
         return results.save_test(sums, folder)
 
-    def inputs(self, path: Path) -> data.Inputs:
+    def predict_dataset(self, path: Path) -> data.Inputs:
         return data.Inputs(path)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Any]:

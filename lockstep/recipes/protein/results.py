@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import write_whole
+from ...files import write_text
 from .build import SIDE_ATOMS, build_side_chains
 from .chain import Chain
 from .chemistry import BACKBONE, FRAGMENTS, RESIDUES, SIDE_CHAINS, SPECIAL, TOKENS, TORSIONS, UNKNOWN, torsion_table
@@ -52,7 +52,7 @@ def _share(hits: Tensor, count: Tensor) -> list[Any]:
 def _table(path: Path, rows: list[list[Any]]) -> None:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
-    write_whole(path, text.getvalue())
+    write_text(path, text.getvalue())
 
 
 def _picture(confusion: Tensor, path: Path) -> list[Path]:
@@ -98,7 +98,7 @@ def save_predictions(predictions: list[Any], dataset: Inputs, folder: Path) -> l
     _table(table, rows)
     if dataset.skipped:
         skipped = folder / "skipped.txt"
-        write_whole(skipped, "".join(f"{name}: {why}\n" for name, why in dataset.skipped.items()))
+        write_text(skipped, "".join(f"{name}: {why}\n" for name, why in dataset.skipped.items()))
         made.append(skipped)
     return [table, *made]
 

@@ -17,7 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...recipe import (
+    Augments,
+    Batch,
+    Describes,
+    EmbedsData,
+    Loss,
+    Predicts,
+    Pretrained,
+    Recipe,
+    SeveralTerms,
+    Split,
+    Sums,
+    Tests,
+)
 from ...rng import Rng
 from . import data, losses
 from .augment import Changes, augment
@@ -98,7 +111,7 @@ class ScribbleOptions:
             raise ValueError(f"test_scales are one or more factors above 0, not {self.test_scales}; 1.0 will do")
 
 
-class ScribbleRecipe(Recipe):
+class ScribbleRecipe(Recipe, Augments, SeveralTerms, Pretrained, Tests, Predicts, EmbedsData, Describes):
     """Semantic segmentation from scribbles and pseudo labels."""
 
     Options: ClassVar[type] = ScribbleOptions
@@ -198,7 +211,7 @@ class ScribbleRecipe(Recipe):
     def model(self) -> Segmenter:
         return build(self.options.model_type, self.options.layers, self.options.num_classes)
 
-    def begin(self, model: nn.Module) -> str | None:
+    def load_pretrained(self, model: nn.Module) -> str | None:
         assert isinstance(model, Segmenter)
         if self.options.model_path is None:
             return "the ResNet starts from scratch; --model_path loads ImageNet weights"
@@ -227,7 +240,7 @@ class ScribbleRecipe(Recipe):
             terms["lorm"] = o.l_lorm * model.lorm(stages[-1], pseudo)  # type: ignore[operator]
         return Loss.of_terms(**terms)
 
-    def weigh(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
+    def term_counts(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
         """What each term is a mean over: labelled pixels, pixels near something, foreground positions of features."""
         pseudo = batch["pseudo"]
         counts = {
@@ -268,7 +281,7 @@ class ScribbleRecipe(Recipe):
 
     # Prediction
 
-    def inputs(self, path: Path) -> data.Inputs:
+    def predict_dataset(self, path: Path) -> data.Inputs:
         return data.Inputs(path)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...recipe import Batch, Describes, EmbedsData, Loss, Predicts, Pretrained, Recipe, Split, Sums, Tests
 from ...rng import Rng
 from . import data, report
 from .metrics import NO_LABEL, accuracy, by_class, confusion, mean, soft_dice
@@ -86,7 +86,7 @@ class VisionOptions:
                 raise ValueError(f"log_level is one of {', '.join(_LEVELS)}, not {self.log_level}")
 
 
-class VisionRecipe(Recipe):
+class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Describes):
     """Image classification (ResNet, ViT) and segmentation (UNet)."""
 
     Options: ClassVar[type] = VisionOptions
@@ -207,7 +207,7 @@ class VisionRecipe(Recipe):
             patch=options.patch_size,
         )
 
-    def begin(self, model: nn.Module) -> str | None:
+    def load_pretrained(self, model: nn.Module) -> str | None:
         return load_pretrained(model, self.options.pretrained) if self.options.pretrained else None
 
     def describe_model(self, model: nn.Module) -> str:
@@ -290,7 +290,7 @@ class VisionRecipe(Recipe):
             made.append(report.write_examples(self._examples, folder / "examples.png"))
         return made
 
-    def inputs(self, path: Path) -> data.Inputs:
+    def predict_dataset(self, path: Path) -> data.Inputs:
         return data.inputs(path, self.side, self.segments)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ...config import write_whole
+from ...files import write_text
 from .metrics import by_class
 
 _WORDS = 30
@@ -25,7 +25,7 @@ _GAP = 2
 def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    write_whole(path, text.getvalue())
+    write_text(path, text.getvalue())
     return path
 
 
