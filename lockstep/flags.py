@@ -8,7 +8,9 @@ so `batch_size: 64` in a file means exactly what `--batch_size 64` means. Flags 
 `epochs`) may stand in different places, where the later one wins, but not in the same one.
 """
 
+import contextlib
 import dataclasses
+import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,10 +115,13 @@ def request_for(
         return Request(recipe, config, recipe.Options() if options is None else options)
     known = Known.of(recipe, _target(recipe))
     words = _words(_from_mapping(settings, known, f"fit({recipe.__name__})"))
+    printed = io.StringIO()
     try:
-        request = parse(recipe, words, "fit", find_config)
-    except SystemExit:  # the parser has printed what is wrong
-        raise ValueError(f"a setting has a value of the wrong type: {dict(settings)}") from None
+        with contextlib.redirect_stderr(printed):
+            request = parse(recipe, words, "fit", find_config)
+    except SystemExit:  # the parser exits after printing what is wrong, in a box
+        text = " ".join(printed.getvalue().translate(dict.fromkeys(map(ord, "╭╮╰╯─│"), " ")).split())
+        raise ValueError(text.partition("Argument helptext")[0].partition("For full helptext")[0].strip()) from None
     return request if options is None else dataclasses.replace(request, options=options)
 
 

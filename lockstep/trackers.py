@@ -90,7 +90,7 @@ class Console(Tracker):
             self.message(text)
 
     def advance(self, step: int) -> None:
-        self._step, self._status = step, ""  # no lock: rich's thread reads it four times a second
+        self._step, self._status, self._status_at = step, "", -math.inf  # no lock: rich's thread only reads
 
     def close(self) -> None:
         if self._live is not None:
