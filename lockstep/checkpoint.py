@@ -208,7 +208,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _stored(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, newest first; one that was being replaced counts if the new one is missing."""
+    """Return the checkpoints of a folder, newest first; one being replaced counts if the new one is missing."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []  # hidden ones first, so that the others win
     found = {step: path for path in paths if (step := _step_of(path)) is not None and path.is_dir()}
     return [found[step] for step in sorted(found, reverse=True)]
