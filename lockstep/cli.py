@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,8 +90,7 @@ def exit_with(command: Callable[[], int]) -> None:
             distributed.first_to_fail()
     except Exception as error:
         _print_once(_explain(error))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     if "RANK" in os.environ:
         # Other ranks may have exited, and nothing may wait for them any more; and gloo's threads, though the group was
         # left in order, sometimes abort the process while the interpreter shuts down.
@@ -98,6 +98,15 @@ def exit_with(command: Callable[[], int]) -> None:
             atexit._run_exitfuncs()
         os._exit(status)
     sys.exit(status)
+
+
+def _flush() -> None:
+    """Write out what is buffered; a stream without a reader must not change the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _explain(error: Exception) -> str:
@@ -109,7 +118,8 @@ def _explain(error: Exception) -> str:
 
 def _print_once(text: str) -> None:
     if distributed.first_to_fail():
-        print(text, file=sys.stderr)
+        with suppress(OSError):
+            print(text, file=sys.stderr)
 
 
 def _rank() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .distributed import World
+from .distributed import RunFailed, World
 from .loader import item_getter, to_device
 from .loss import Sums, loss_means, loss_sums
 from .recipe import Batch, Evaluates, Generates, Predicts, Recipe, SeveralTerms, Tests
@@ -22,6 +22,10 @@ EVALUATION_EPOCH = -1
 """The epoch in the keys of randomness outside training: the same at every evaluation."""
 ReportProgress = Callable[[int, int], None]
 """report_progress(done, total), in samples of this rank."""
+
+
+class EvaluationFailed(RunFailed):
+    """Some rank could not evaluate, predict or generate; raised on all of them."""
 
 
 def share(count: int, world: World) -> range:
@@ -102,39 +106,65 @@ class Evaluator:
     @torch.no_grad()
     def sum_over_ranks(self, count: int, batch_size: int, sums_of: Callable[[range, Rng], Sums]) -> dict[str, Tensor]:
         """Return the sums of `sums_of(numbers, rng)` over 0 … count-1, computed by all ranks; equal on each of them."""
-        sums: dict[str, Tensor] = {}
-        for chunk, rng in self._chunks(count, batch_size):
-            for name, value in sums_of(chunk, rng).items():
-                exact = torch.as_tensor(value, device=self.world.device)
-                exact = exact.to(torch.float64 if exact.is_floating_point() else torch.int64)
-                sums[name] = sums[name] + exact if name in sums else exact
-        gathered = self.world.gather({name: value.cpu() for name, value in sums.items()})
+
+        def own_sums() -> dict[str, Tensor]:
+            sums: dict[str, Tensor] = {}
+            for chunk, rng in self._chunks(count, batch_size):
+                for name, value in sums_of(chunk, rng).items():
+                    exact = torch.as_tensor(value, device=self.world.device)
+                    exact = exact.to(torch.float64 if exact.is_floating_point() else torch.int64)
+                    sums[name] = sums[name] + exact if name in sums else exact
+            return {name: value.cpu() for name, value in sums.items()}
+
+        gathered = self._gather(own_sums)
         added: dict[str, Tensor] = self.world.broadcast(_add_up(gathered) if self.world.is_main else None)
         return added
+
+    def _gather(self, compute: Callable[[], Any]) -> list[Any]:
+        """Return what all ranks have computed, on rank 0; an exception of one rank is raised on all of them."""
+        try:
+            result, error = compute(), None
+        except (RuntimeError, OSError) as raised:
+            result, error = None, f"rank {self.world.rank}: {type(raised).__name__}: {raised}"
+        gathered = self.world.gather((result, error))
+        errors = self.world.broadcast([text for _, text in gathered if text])
+        if errors:
+            raise EvaluationFailed("; ".join(errors))
+        return [value for value, _ in gathered]
 
     @torch.no_grad()
     def predict(self, dataset: Any, batch_size: int) -> list[Any]:
         """Return the recipe's prediction for each item, in order; on rank 0, an empty list elsewhere."""
         assert isinstance(self.recipe, Predicts)
-        predictions: list[Any] = []
-        with eval_mode(self.model):
+        predict_batch = self.recipe.predict_batch
+
+        def own_predictions() -> list[Any]:
+            predictions: list[Any] = []
             for chunk, _ in self._chunks(dataset_size(dataset), batch_size):
                 batch = self._batch(dataset, list(chunk))
                 with self.autocast:
-                    predicted = self.recipe.predict_batch(self.model, batch)
+                    predicted = predict_batch(self.model, batch)
                 predictions += [to_device(prediction, torch.device("cpu")) for prediction in predicted]
-        return [prediction for rank in self.world.gather(predictions) for prediction in rank]
+            return predictions
+
+        with eval_mode(self.model):
+            return [prediction for rank in self._gather(own_predictions) for prediction in rank]
 
     @torch.no_grad()
     def generate(self, count: int, settings: dict[str, Any], batch_size: int = 64) -> Tensor | None:
         """Return samples 0 … count-1, made by all ranks; on rank 0 all of them in order, elsewhere None."""
         assert isinstance(self.recipe, Generates)
-        samples: list[Tensor] = []
-        with self.autocast, eval_mode(self.model):
+        sample = self.recipe.sample
+
+        def own_samples() -> list[Tensor]:
+            samples = []
             for chunk, rng in self._chunks(count, batch_size):
                 index = torch.tensor(list(chunk), dtype=torch.int64, device=self.world.device)
-                samples.append(self.recipe.sample(self.model, index, rng, **settings).float().cpu())
-        gathered = [tensor for rank in self.world.gather(samples) for tensor in rank]
+                samples.append(sample(self.model, index, rng, **settings).float().cpu())
+            return samples
+
+        with self.autocast, eval_mode(self.model):
+            gathered = [tensor for rank in self._gather(own_samples) for tensor in rank]
         return torch.cat(gathered) if gathered else None
 
 

@@ -2,13 +2,14 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from . import parallel
@@ -20,6 +21,7 @@ from .recipe import Describes
 from .registry import spec_of
 from .setup import Setup
 from .state import TrainState
+from .trackers import Screen
 
 
 @dataclass
@@ -34,12 +36,13 @@ class Receipt:
     def show(self) -> None:
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title="receipt", title_justify="left")
         for row in self.rows:
-            table.add_row(*row)
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 1000, highlight=False)
-        console.print(table)
-        for note in self.notes:
-            console.print(f"  note: {note}", markup=False)
-        console.print()
+            table.add_row(*map(Text, row))  # as text: a folder may be called m[/b]x
+        console = Screen(file=sys.stdout, width=None if sys.stdout.isatty() else 1000, highlight=False)
+        with suppress(OSError):  # no reader: receipt.json has it all
+            console.print(table)
+            for note in self.notes:
+                console.print(f"  note: {note}", markup=False)
+            console.print()
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps({**self.facts, **dict(self.rows), "notes": self.notes}, indent=2) + "\n")

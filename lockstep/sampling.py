@@ -14,22 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .evaluate import Evaluator, eval_mode
+from .evaluate import EvaluationFailed, Evaluator, eval_mode
 from .files import write_text
 from .optim import Ema
 from .recipe import Generates, Scores
 
-ShowStatus = Callable[[str], None]
-"""Shows what is being made; called often."""
+Show = Callable[[str], None]
 
 
 class Sampler:
     """Writes sample sets and scores into the folder of a run."""
 
-    def __init__(self, evaluator: Evaluator, emas: list[Ema], run_folder: Path, show_status: ShowStatus):
+    def __init__(self, evaluator: Evaluator, emas: list[Ema], run_folder: Path, show_status: Show, warn: Show):
         self.evaluator, self.emas, self.run_folder = evaluator, emas, run_folder
-        self.folder, self.show_status = run_folder / "samples", show_status
+        self.folder, self.show_status, self.warn = run_folder / "samples", show_status, warn
+        self.unfinished = self.folder / ".unfinished"
+        self.failures = 0
+        """Sample sets and scores that could not be made or written; none of them ends the run."""
 
     def sample(self, step: int) -> dict[str, list[Path]]:
         """Write every sample set of the recipe; return, on rank 0, the files by "<set>-<weights>"."""
@@ -48,21 +51,36 @@ class Sampler:
     def _sample_set(self, title: str, stem: str, settings: dict[str, Any]) -> list[Path]:
         world, recipe = self.evaluator.world, self.evaluator.recipe
         assert isinstance(recipe, Generates)
-        existing = world.broadcast(sorted(self.folder.glob(f"{stem}.*")) if world.is_main else None)
-        if existing:
+        if existing := world.broadcast(self._existing(stem)):
             return [path for path in existing if world.is_main]
-        with self._shown(title):
-            samples = self.evaluator.generate(settings.pop("n"), settings)
-        if samples is None:
+        try:
+            with self._shown(title):
+                samples = self.evaluator.generate(settings.pop("n"), settings)
+        except EvaluationFailed as error:
+            self._fail(f"{title} could not be generated: {error}")
             return []
-        unfinished = self.folder / ".unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        written = recipe.save_samples(samples, unfinished / stem)
-        for path in reversed(written):  # the first one last: where it is, all are
+        try:
+            return [] if samples is None else self._write(recipe, samples, stem)
+        except Exception as error:  # on rank 0 alone, and nothing waits for it
+            self._fail(f"{title} could not be written: {type(error).__name__}: {error}")
+            return []
+
+    def _existing(self, stem: str) -> list[Path]:
+        """Return the files of a sample set; none if a killed run has not finished it."""
+        return [] if any(self.unfinished.glob(f"{stem}.*")) else sorted(self.folder.glob(f"{stem}.*"))
+
+    def _write(self, recipe: Generates, samples: Tensor, stem: str) -> list[Path]:
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+        self.unfinished.mkdir(parents=True)
+        written = recipe.save_samples(samples, self.unfinished / stem)
+        for path in written:
             path.replace(self.folder / path.name)
-        unfinished.rmdir()
+        self.unfinished.rmdir()
         return [self.folder / path.name for path in written]
+
+    def _fail(self, text: str) -> None:
+        self.failures += 1
+        self.warn(f"{text}; training goes on")
 
     def score(self, step: int) -> tuple[dict[str, float], str | None]:
         """Return the recipe's scores, from the averaged weights, and a note; empty if this run has them already."""
@@ -73,11 +91,15 @@ class Sampler:
             return {}, None
         model, averaged = self.evaluator.model, self.emas[0].applied() if self.emas else nullcontext()
         shown = self._shown(f"step {step}: scoring samples")
-        with shown, averaged, eval_mode(model), self.evaluator.autocast, torch.no_grad():
-            values, note = recipe.score(model, self.evaluator.sum_over_ranks, self.run_folder)
-        if world.is_main and values:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(values) + "\n")
+        try:
+            with shown, averaged, eval_mode(model), self.evaluator.autocast, torch.no_grad():
+                values, note = recipe.score(model, self.evaluator.sum_over_ranks, self.run_folder)
+            if world.is_main and values:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(values) + "\n")
+        except (EvaluationFailed, OSError) as error:
+            self._fail(f"step {step}: the score failed: {error}")
+            return {}, None
         return values, note
 
     @contextmanager

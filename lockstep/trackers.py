@@ -10,6 +10,7 @@ No tracker can stop a run. One that fails, when it is made or later, is named wi
 Only metrics.jsonl is tried again at every later log, as a full disk may be freed; until then its lines stay in memory.
 """
 
+import errno
 import json
 import math
 import os
@@ -49,6 +50,13 @@ class Tracker(ABC):
     def close(self) -> str | None: ...
 
 
+class Screen(rich.console.Console):
+    """A console of rich that raises when nobody reads it any more (`| head`); rich's own would exit the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "the reader of the output is gone")
+
+
 class Console(Tracker):
     """A progress bar on a terminal, one plain line for each `log` elsewhere."""
 
@@ -68,7 +76,7 @@ class Console(Tracker):
         self._step, self._total, self._clock = start, total, clock
         self._status, self._status_at = "", -math.inf
         self._marks, self._shown = [(start, clock())], dict[str, float]()  # marks: at the start, first log, latest log
-        self._screen = rich.console.Console(file=file, force_terminal=terminal)
+        self._screen = Screen(file=file, force_terminal=terminal)
         self._live = self._start(shared=file is None) if terminal else None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -187,7 +195,10 @@ class JsonLines(Tracker):
 class Curves(Tracker):
     """When all is over, a picture of metrics.jsonl: one panel for each value, training and validation together."""
 
-    aside = {"step", "time", "epoch", "watch_seconds", "epochs_proven", "skipped_steps", "checkpoint_pause_seconds"}
+    not_drawn = {
+        "step", "time", "epoch", "watch_seconds", "epochs_proven", "skipped_steps", "checkpoint_pause_seconds",
+        "failed_outputs",
+    }  # fmt: skip
 
     def __init__(self, lines: Path, picture: Path):
         self._lines, self._picture = lines, picture
@@ -202,7 +213,7 @@ class Curves(Tracker):
         series: dict[str, list[tuple[int, float]]] = {}
         for line in map(json.loads, self._lines.read_text().splitlines()):
             for name, value in line.items():
-                if name not in self.aside and value is not None:
+                if name not in self.not_drawn and value is not None:
                     series.setdefault(name, []).append((line["step"], value))
         if all(len(points) < 2 for points in series.values()):  # of a point there is no curve
             return

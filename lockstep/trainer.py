@@ -80,7 +80,7 @@ class Trainer:
         self.stream = Stream(batching.dataset, batching.global_batch, seed, costs)
         self.normalizer = self.setup.normalizer()
         self.evaluator = Evaluator(self.recipe, self.model, world, self.precision.autocast, seed)
-        self.sampler = Sampler(self.evaluator, self.state.emas, self.folder, self._show_status)
+        self.sampler = Sampler(self.evaluator, self.state.emas, self.folder, self._show_status, self.say)
         self.loss_sums = LossSums()
         self.samples_used: list[Slice] = []
         """Since the last check of the ledger."""
@@ -259,6 +259,7 @@ class Trainer:
             "skipped_steps": int(self.update.bad_steps),
             "epochs_proven": self.watch.ledger.complete,
             "watch_seconds": self.watch.seconds,
+            "failed_outputs": self.sampler.failures,
         }
         self.trackers.log(step, values)
         if bad_in_row >= self.config.optim.max_bad_steps:

@@ -94,3 +94,32 @@ def test_averaged_weights_are_put_back_after_an_exception(tmp_path: Path) -> Non
     with pytest.raises(RuntimeError), run.state.emas[0].applied():
         raise RuntimeError
     assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a bug in the writer")])
+def test_samples_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, error: Exception) -> None:
+    run = trainer(World(), "Generating", [*FLAGS, "--sample_every", "4", "--out", str(tmp_path)])
+
+    def fail(*_: object) -> list[Path]:
+        if run.progress.step == 4:
+            raise error
+        return save(*_)
+
+    save = run.recipe.save_samples
+    run.recipe.save_samples = fail  # type: ignore[method-assign]
+    assert run.fit().step == 8
+    said = (tmp_path / "log.txt").read_text()
+    assert said.count("could not be written") == 4 and str(error) in said
+    assert [line["failed_outputs"] for line in lines(tmp_path) if "failed_outputs" in line] == [0, 4]
+    assert len([name for name in names(tmp_path) if "00000008" in name]) == 9
+
+
+def test_a_score_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    run = trainer(World(), "Generating", [*FLAGS, "--out", str(tmp_path)])
+
+    def fail(model, sum_over_ranks, folder):  # type: ignore[no-untyped-def]
+        return sum_over_ranks(4, 2, lambda numbers, rng: model(torch.zeros(1)))
+
+    run.recipe.score = fail  # type: ignore[method-assign]
+    assert run.fit().step == 8
+    assert (tmp_path / "log.txt").read_text().count("the score failed: rank 0: RuntimeError") == 2

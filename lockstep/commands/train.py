@@ -1,6 +1,7 @@
 """`lockstep train RECIPE [flags]`: train, on as many processes as the flags ask for."""
 
 import signal
+from contextlib import suppress
 
 from .. import distributed, flags, launch, registry, rundir
 from ..recipe import Recipe
@@ -26,7 +27,8 @@ def train_recipe(recipe: type[Recipe], words: list[str], command: list[str]) -> 
     ):
         outcome = Trainer(request, world, run_dir).fit()
     if world.is_main:
-        _print_outcome(outcome, recipe)
+        with suppress(OSError):  # no reader: the run is complete all the same
+            _print_outcome(outcome, recipe)
     return _exit_status(outcome)
 
 
