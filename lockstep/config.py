@@ -16,9 +16,10 @@ RUNS = Path("runs")
 EXCLUSIVE = [("n_steps", "epochs"), ("global_batch_size", "gradient_accumulation_steps")]
 
 
-def _check(holds: bool, rule: str, value: Any) -> None:
+def check(holds: bool, rule: str, value: Any, remedy: str = "") -> None:
+    """Raise a ValueError with the rule, the value and the remedy unless a setting's rule holds."""
     if not holds:
-        raise ValueError(f"{rule}, not {value}")
+        raise ValueError(f"{rule}, not {value}{remedy and '; '}{remedy}")
 
 
 @dataclass
@@ -41,13 +42,13 @@ class Data:
     """Names the order of the samples, all noise and the initial weights."""
 
     def __post_init__(self) -> None:
-        _check(self.batch_size >= 1, "batch_size is at least 1", self.batch_size)
-        _check((self.global_batch_size or 1) >= 1, "global_batch_size is at least 1", self.global_batch_size)
+        check(self.batch_size >= 1, "batch_size is at least 1", self.batch_size)
+        check((self.global_batch_size or 1) >= 1, "global_batch_size is at least 1", self.global_batch_size)
         accumulation = self.gradient_accumulation_steps
-        _check(accumulation >= 0, "gradient_accumulation_steps is at least 0 (0 and 1 both mean none)", accumulation)
-        _check(self.n_steps is None or self.n_steps >= 1, "n_steps is at least 1", self.n_steps)
-        _check(self.epochs is None or self.epochs >= 1, "epochs is at least 1", self.epochs)
-        _check((self.num_workers or 0) >= 0, "num_workers is at least 0", self.num_workers)
+        check(accumulation >= 0, "gradient_accumulation_steps is at least 0 (0 and 1 both mean none)", accumulation)
+        check(self.n_steps is None or self.n_steps >= 1, "n_steps is at least 1", self.n_steps)
+        check(self.epochs is None or self.epochs >= 1, "epochs is at least 1", self.epochs)
+        check((self.num_workers or 0) >= 0, "num_workers is at least 0", self.num_workers)
 
 
 @dataclass
@@ -93,13 +94,13 @@ class Optim:
 
     def __post_init__(self) -> None:
         for name in ("lr", "min_lr", "warmup_steps", "warmup_epochs", "weight_decay", "clip_grad"):
-            _check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
+            check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
         for name in ("base_batch_size", "decay_steps", "decay_patience", "max_bad_steps"):
-            _check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+            check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
         for name in ("beta1", "beta2", "momentum"):
-            _check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name))
+            check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name))
         for decay in self.ema_decay:
-            _check(0 < decay < 1, "ema_decay is between 0 and 1", decay)
+            check(0 < decay < 1, "ema_decay is between 0 and 1", decay)
 
 
 @dataclass
@@ -133,12 +134,12 @@ class Hardware:
 
     def __post_init__(self) -> None:
         valid = self.nproc == "auto" or (self.nproc.isdigit() and int(self.nproc) >= 1)
-        _check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
-        _check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
-        _check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
+        check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
+        check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
+        check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
         if not self.use_amp:
             wanted = self.precision in ("auto", "fp32")
-            _check(wanted, "no_use_amp means --precision fp32; give one of the two", f"--precision {self.precision}")
+            check(wanted, "no_use_amp means --precision fp32; give one of the two", f"--precision {self.precision}")
             self.precision = "fp32"
 
 
@@ -188,11 +189,11 @@ class Run:
     def __post_init__(self) -> None:
         for name in ("eval_every", "save_every", "sample_every"):
             valid = re.fullmatch(r"\d+|\d*\.?\d+ep", getattr(self, name))
-            _check(bool(valid), f"{name} is a number of steps, or of epochs as in 1ep", getattr(self, name))
+            check(bool(valid), f"{name} is a number of steps, or of epochs as in 1ep", getattr(self, name))
         for name in ("patience", "min_delta"):
-            _check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
+            check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
         for name in ("log_every", "keep"):
-            _check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+            check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
 
 
 @dataclass

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from . import checkpoint, distributed, launch, parallel, recipe, rng, run
 from .flags import parse
 from .trainer import Trainer
+from .weights import read_weights
 
 RANK_OF = "--rank_of"
 """How this command starts itself as a rank of one of its runs."""
@@ -100,7 +101,7 @@ def verify(words: list[str]) -> int:
 
 def _report(name: str, runs: list[str], places: list[Path], options: Verify) -> int:
     traces = [Trace(**json.loads((place / "trace.json").read_text())) for place in places]
-    weights = [checkpoint.load_weights(place / "weights.safetensors") for place in places]
+    weights = [read_weights(place / "weights.safetensors") for place in places]
     weight_limit, loss_limit = LIMITS[options.precision]
     table = Table(title=f"{name}: {options.steps} steps in {options.precision}, compared with {runs[0]}")
     for title in ("run", "weights apart", "losses apart", "samples", "draws", "verdict"):

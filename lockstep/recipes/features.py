@@ -13,24 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..weights import copy_weights, read_weights
+
 
 class Unavailable(ValueError):
     """A network cannot be had here; the text says what to install."""
 
 
-def _load(network: nn.Module, file: Path, drop: Sequence[str] = ()) -> None:
-    try:
-        weights = torch.load(file, map_location="cpu", weights_only=True)
-        wanted = network.state_dict()
-        found = {name: tensor for name, tensor in weights.items() if not name.startswith(tuple(drop))}
-        # Files from before torch 0.4.1 have no count of batches; it plays no part outside training.
-        missing = [n for n in wanted if n not in found and not n.endswith("num_batches_tracked")]
-        if missing or any(n not in wanted for n in found):
-            raise ValueError(f"it has other parameters, {len(missing)} are missing")
-        network.load_state_dict(found, strict=False)
-    except Exception as error:  # a wrong file fails in many ways
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{file} is not the file of weights it should be ({reason})") from None
+def _load(network: nn.Module, file: Path, skip: tuple[str, ...] = ()) -> None:
+    copy_weights(network, read_weights(file), str(file), "Give the file that the documentation names.", skip)
     network.eval().requires_grad_(False)
 
 
@@ -167,7 +158,7 @@ class Inception(nn.Module):
         self.Mixed_7a = _MixedD(768)
         self.Mixed_7b, self.Mixed_7c = _MixedE(1280, False), _MixedE(2048, True)
         if file is not None:
-            _load(self, file, drop=("fc.", "AuxLogits."))
+            _load(self, file, skip=("fc.", "AuxLogits."))
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.interpolate(images.float(), (299, 299), mode="bilinear", align_corners=False) / 127.5 - 1

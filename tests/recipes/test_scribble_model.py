@@ -161,19 +161,19 @@ def test_imagenet_weights_are_loaded_under_torchvision_s_names(tmp_path: Path, e
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model, file = build("deeplabv2", 34, 3), tmp_path / "w.pth"
-    with pytest.raises(ValueError, match=r"w.pth is not there"):
+    with pytest.raises(ValueError, match=r"there is no file .*w.pth"):
         load_backbone(model, str(file))
     torch.save(imagenet_weights(), file)
-    with pytest.raises(ValueError, match=r"lacks layer1.2.bn1.bias and \d+ more; give the file that fits --layers"):
+    with pytest.raises(ValueError, match=r"missing \(layer1.2.conv1.weight .*Give the file that fits --layers"):
         load_backbone(model, str(file))
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ValueError, match="cannot be read"):
         load_backbone(model, str(file))
     torch.save([1, 2], file)
-    with pytest.raises(ValueError, match="not a dict of tensors"):
+    with pytest.raises(ValueError, match="no dict of tensors"):
         load_backbone(model, str(file))
     torch.save({"model": nn.Linear(2, 2)}, file)
-    with pytest.raises(ValueError, match="not plain tensors"):
+    with pytest.raises(ValueError, match="cannot be read"):
         load_backbone(model, str(file))
     (tmp_path / "w.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="cannot be read"):

@@ -10,12 +10,11 @@ Legend: N images, C channels of the last features, K classes, H Ã— W pixels, h Ã
 from collections.abc import Sequence
 from pathlib import Path
 
-import safetensors
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ...weights import copy_weights, read_weights
 from ..resnet import DEPTHS, ResNet
 
 MODEL_TYPES = ("res50_ASPP_lorm", "deeplabv2", "deeplabv3p")
@@ -174,37 +173,6 @@ def build(model_type: str, layers: int, classes: int) -> Segmenter:
 
 
 def load_backbone(model: Segmenter, path: str) -> None:
-    """Load ImageNet weights under torchvision's names; its classifier (`fc`) is left out."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"model_path is a file of ImageNet weights, {path} is not there; correct it or leave it out")
-    found = {name: tensor for name, tensor in _read_weights(file).items() if not name.startswith("fc.")}
-    own = model.backbone.state_dict()
-    # Counters of batches are younger than some of torchvision's files, and mean nothing here.
-    missing = sorted(name for name in own.keys() - found.keys() if not name.endswith("num_batches_tracked"))
-    strange = sorted(found.keys() - own.keys())
-    misfits = sorted(name for name in own.keys() & found.keys() if own[name].shape != found[name].shape)
-    wrong = (("lacks", missing), ("has", strange), ("has another shape of", misfits))
-    if any(names for _, names in wrong):
-        what = ", ".join(f"{kind} {_some(names)}" for kind, names in wrong if names)
-        raise ValueError(f"{file} is not for this ResNet: it {what}; give the file that fits --layers")
-    model.backbone.load_state_dict(found, strict=False)
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _read_weights(file: Path) -> dict[str, Tensor]:
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except (safetensors.SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"the weights {file} cannot be read ({reason}); download them again") from None
-    except Exception as error:  # torch refuses what is not tensors with an exception of pickle's
-        raise ValueError(f"the weights {file} are not plain tensors ({type(error).__name__}); convert them") from None
-    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-        raise ValueError(f"{file} is not a dict of tensors, as torchvision's weights are; save its state_dict")
-    return loaded
+    """Load ImageNet weights under torchvision's names, without its classifier `fc`."""
+    weights = read_weights(Path(path).expanduser())
+    copy_weights(model.backbone, weights, path, "Give the file that fits --layers.", skip=("fc.",))

@@ -8,20 +8,23 @@ Parameters have the names of torchvision (ResNet) and timm (ViT), so that their 
 Legend: n samples, S pixels a side, K classes, L tokens, D width of a token, H heads.
 """
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...weights import copy_weights, read_weights
 from ..resnet import DEPTHS, Basic, Bottleneck
 
 RESNETS = {"resnet18": 18, "resnet34": 34, "resnet50": 50}
 NAMES = (*RESNETS, "vit_s", "unet")
-STEMS = ("auto", "imagenet", "small", "pooled")
 HEADS = ("fc", "head", "last")
 """The modules that give one value a class: what pretrained weights of other classes have no use for."""
 SMALL = 64
 """Largest side for which a stem keeps the resolution."""
+_REMEDY = "Give the --model, --stem, --width and --img_size that it was trained with."
 _VIT_DEPTH, _VIT_HEADS = 12, 6
 _UNET_LEVELS = 5
 
@@ -187,6 +190,21 @@ class UNet(nn.Module):
             x = F.interpolate(x, size=skip.shape[-2:], mode="bilinear", align_corners=False)
             x = block(torch.cat([skip, x], dim=1))
         return self.last(x)
+
+
+def load_pretrained(model: nn.Module, path: str) -> str:
+    """Load weights of torchvision, timm or another run; a line that says what was loaded.
+
+    A head with another number of classes keeps its initial weights.
+    """
+    weights, own = read_weights(Path(path).expanduser()), model.state_dict()
+    head = next(name for name in HEADS if f"{name}.bias" in own)
+    classes = len(own[f"{head}.bias"])
+    found = len(weights.get(f"{head}.bias", ()))
+    skip = () if found == classes else (f"{head}.",)
+    count = copy_weights(model, weights, path, _REMEDY, skip)
+    note = f"; the head {head} is new ({found or 'no'} classes in the file, {classes} here)" if skip else ""
+    return f"pretrained: {count} tensors from {path}{note}"
 
 
 def count_flops(model: nn.Module, side: int) -> dict[str, int]:

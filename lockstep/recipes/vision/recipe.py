@@ -17,8 +17,7 @@ from ...recipe import Batch, Loss, Recipe, Split, Sums
 from ...rng import Rng
 from . import data, report
 from .metrics import NO_LABEL, accuracy, by_class, confusion, mean, soft_dice
-from .model import build, count_flops, patch_for, stem_for, summary
-from .weights import load_pretrained
+from .model import build, count_flops, load_pretrained, patch_for, stem_for, summary
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's red, green and blue: what published weights expect."""
