@@ -12,7 +12,7 @@ from lockstep import evaluate
 from lockstep.distributed import World
 from lockstep.flags import parse
 from lockstep.recipe import find
-from lockstep.recipes import features, frechet
+from lockstep.recipes.diffusion import features, frechet
 from lockstep.recipes.shapes import Shapes
 from lockstep.run import settle
 from lockstep.trainer import Trainer
@@ -73,7 +73,7 @@ class Flat(nn.Module):
 
 
 def summed(x: Tensor) -> dict[str, Tensor]:
-    return {name: torch.as_tensor(value) for name, value in frechet.parts(x).items()}
+    return {name: torch.as_tensor(value) for name, value in frechet.feature_sums(x).items()}
 
 
 def test_moments_are_those_of_torch_however_the_set_is_cut() -> None:

@@ -1,9 +1,9 @@
-"""Networks whose features tell images apart, for the Fréchet distance between two sets of them.
+"""Networks whose features the Fréchet distance between two sets of images is computed from.
 
-    Inception("pt_inception-2015-12-05-6726825d.pth")   # the one that FID is defined by; pytorch-fid publishes the file
-    EfficientNetLite0()                                 # its weights come inside a package
+    Inception("pt_inception-2015-12-05-6726825d.pth")   # the network of FID; pytorch-fid publishes the file
+    EfficientNetLite0()                                 # its weights are in a Python package
 
-Both take images (n, 3, S, S) with values 0 … 255 of any size and give (n, d) features, in float32, not training.
+Both map images (n, 3, S, S) of any size, values 0 to 255, to features (n, d) in float32, in eval mode.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..weights import copy_weights, read_weights
+from ...weights import copy_weights, read_weights
 
 
 class Unavailable(ValueError):
-    """A network cannot be had here; the text says what to install."""
+    """The package with a network's weights is not installed; the message says what to install."""
 
 
 def _load(network: nn.Module, file: Path, skip: tuple[str, ...] = ()) -> None:
@@ -115,9 +115,9 @@ class _MixedD(nn.Module):
 
 
 class _MixedE(nn.Module):
-    def __init__(self, inputs: int, takes_largest: bool):
+    def __init__(self, inputs: int, max_pool: bool):
         super().__init__()
-        self.takes_largest = takes_largest
+        self.max_pool = max_pool
         row, column = ((1, 3), 1, (0, 1)), ((3, 1), 1, (1, 0))
         self.branch1x1 = _Conv(inputs, 320, 1)
         self.branch3x3_1 = _Conv(inputs, 384, 1)
@@ -132,8 +132,8 @@ class _MixedE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         three = self.branch3x3_1(x)
         double = _chain(self, ("branch3x3dbl_1", "branch3x3dbl_2"), x)
-        # The network that FID was defined with pools by the largest value in its very last block.
-        pooled = F.max_pool2d(x, 3, 1, 1) if self.takes_largest else _average(x)
+        # The network that FID was defined with has a max pooling in its very last block.
+        pooled = F.max_pool2d(x, 3, 1, 1) if self.max_pool else _average(x)
         parts = [self.branch1x1(x), self.branch3x3_2a(three), self.branch3x3_2b(three)]
         parts += [self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double), self.branch_pool(pooled)]
         return torch.cat(parts, 1)
@@ -185,14 +185,14 @@ def _norm(channels: int) -> nn.BatchNorm2d:
 
 
 class _Block(nn.Module):
-    """Widen, look around in each channel, narrow."""
+    """Inverted residual: 1×1 to a larger width, a depthwise convolution, 1×1 back."""
 
     def __init__(self, inputs: int, outputs: int, expansion: int, kernel: int, stride: int):
         super().__init__()
         width = inputs * expansion
-        self.adds = stride == 1 and inputs == outputs
-        self.widens = expansion > 1
-        if self.widens:
+        self.has_skip = stride == 1 and inputs == outputs
+        self.expands = expansion > 1
+        if self.expands:
             self._expand_conv = _Same(inputs, width, 1, bias=False)
             self._bn0 = _norm(width)
         self._depthwise_conv = _Same(width, width, kernel, stride, groups=width, bias=False)
@@ -201,10 +201,10 @@ class _Block(nn.Module):
         self._bn2 = _norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu6(self._bn0(self._expand_conv(x))) if self.widens else x
+        y = F.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
         y = F.relu6(self._bn1(self._depthwise_conv(y)))
         y = self._bn2(self._project_conv(y))
-        return x + y if self.adds else y
+        return x + y if self.has_skip else y
 
 
 class EfficientNetLite0(nn.Module):
