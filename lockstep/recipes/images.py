@@ -7,7 +7,6 @@
 Items are dicts of `image`, (3, side, side) uint8, and `label`, an int64 scalar.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +17,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..recipe import Split
+from .pixels import ENDINGS, image_files, opened, pixels_of, to_picture
 from .shapes import Shapes
 
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 CIFAR_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _CIFAR_SIDE = 32
 _CIFAR_RECORD = 1 + 3 * _CIFAR_SIDE * _CIFAR_SIDE
@@ -53,6 +52,7 @@ def load(path: str | None, split: Split, side: int) -> Images | None:
 
 
 def describe(images: Images) -> str:
+    """Return a few words for the receipt."""
     return f"{images.source}, {len(images):,} images of {len(images.names)} classes"
 
 
@@ -63,8 +63,7 @@ def write_folder(folder: Path, sizes: dict[Split, int], side: int) -> str:
         for name in shapes.names:
             (folder / split / name).mkdir(parents=True, exist_ok=True)
         for i, item in enumerate(shapes.__getitems__(range(size))):
-            picture = Image.fromarray(item["image"].permute(1, 2, 0).numpy())
-            picture.save(folder / split / shapes.names[int(item["label"])] / f"{i:05d}.png")
+            to_picture(item["image"]).save(folder / split / shapes.names[int(item["label"])] / f"{i:05d}.png")
     counts = " and ".join(f"{size} {split}" for split, size in sizes.items())
     return f"{counts} images of {len(Shapes.names)} classes, {side} pixels a side, in {folder}"
 
@@ -134,17 +133,14 @@ class FolderImages:
 
 
 def _read(file: Path, side: int) -> Tensor:
-    """(3, side, side) uint8."""
-    try:
-        with Image.open(file) as opened:
-            opened.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
-            image = ImageOps.exif_transpose(opened).convert("RGB")
-    except Exception as error:  # Pillow's decoders raise many kinds: OSError, SyntaxError, struct.error ...
-        raise ValueError(f"the image {file} cannot be read ({error}); remove or replace it") from error
+    """(3, side, side) uint8: the middle square, resized."""
+    with opened(file) as found:
+        found.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+        image = ImageOps.exif_transpose(found).convert("RGB")
     edge = min(image.size)
     left, top = (image.width - edge) // 2, (image.height - edge) // 2
     image = image.crop((left, top, left + edge, top + edge)).resize((side, side), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    return pixels_of(image)
 
 
 def _folder(folder: Path, split: Split, side: int) -> FolderImages | None:
@@ -180,17 +176,8 @@ def _classes(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
         raise ValueError(f"{folder} holds no class folders; put images into {folder}/<class>/")
     files: list[tuple[Path, int]] = []
     for label, entry in enumerate(folders):
-        found = _images_under(entry)
+        found = image_files(entry)
         if not found:
             raise ValueError(f"{entry} holds no images ({' '.join(ENDINGS)}); fill it or remove it")
         files += [(file, label) for file in found]
     return tuple(entry.name for entry in folders), files
-
-
-def _images_under(folder: Path) -> list[Path]:
-    """Image files at any depth, sorted; what begins with a dot is not a user's image."""
-    found = []
-    for place, inner, names in os.walk(folder):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        found += [Path(place, n) for n in names if not n.startswith(".") and n.lower().endswith(ENDINGS)]
-    return sorted(found)

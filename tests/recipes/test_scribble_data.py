@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lockstep.recipes.pixels import voc_palette
 from lockstep.recipes.scribble import data, files, scenes
 from lockstep.recipes.scribble.augment import Changes, augment
 from lockstep.rng import Rng
@@ -87,7 +88,7 @@ def test_nearness_is_the_euclidean_distance() -> None:
 
 
 def test_the_palette_is_pascal_s() -> None:
-    colours = np.array(files.palette()).reshape(256, 3)
+    colours = voc_palette()
     known = {0: (0, 0, 0), 1: (128, 0, 0), 2: (0, 128, 0), 3: (128, 128, 0), 4: (0, 0, 128), 8: (64, 0, 0),
              15: (192, 128, 128), 20: (0, 64, 128), 255: (224, 224, 192)}  # fmt: skip
     for label, colour in known.items():

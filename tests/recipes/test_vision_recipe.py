@@ -18,9 +18,11 @@ from lockstep.distributed import World
 from lockstep.flags import parse
 from lockstep.precision import choose
 from lockstep.recipe import Objective, find
+from lockstep.recipes.confusion import class_mean, confusion_matrix, per_class
+from lockstep.recipes.pixels import normalise
 from lockstep.recipes.vision import VisionRecipe
-from lockstep.recipes.vision.metrics import by_class, confusion, mean, soft_dice
-from lockstep.recipes.vision.recipe import VisionOptions, normalise, shifted
+from lockstep.recipes.vision.losses import soft_dice
+from lockstep.recipes.vision.recipe import VisionOptions, shifted
 from lockstep.recipes.vision.report import palette
 from lockstep.rng import Rng
 
@@ -234,15 +236,15 @@ def test_macro_f1_iou_and_confusion_are_those_of_brute_force() -> None:
     generator = np.random.default_rng(1)
     truth, prediction = generator.integers(0, 5, 300), generator.integers(0, 5, 300)
     truth[truth == 3], prediction[prediction == 3] = 1, 2  # class 3 is nowhere, class 5 neither
-    matrix = confusion(torch.tensor(prediction), torch.tensor(truth), 6)
+    matrix = confusion_matrix(torch.tensor(prediction), torch.tensor(truth), 6)
     assert matrix.dtype == torch.int64 and int(matrix.sum()) == 300
     for t in range(6):
         for p in range(6):
             assert int(matrix[t, p]) == int(((truth == t) & (prediction == p)).sum())
     expected = brute_f1(truth.tolist(), prediction.tolist(), 6)
-    values = by_class(matrix)
+    values = per_class(matrix)
     assert values.f1.tolist() == pytest.approx(expected, nan_ok=True)
-    assert mean(values.f1) == pytest.approx(np.nanmean(expected))
+    assert class_mean(values.f1) == pytest.approx(np.nanmean(expected))
     iou = [f / (2 - f) for f in expected]
     assert values.iou.tolist() == pytest.approx(iou, nan_ok=True)
 
@@ -251,18 +253,18 @@ def test_macro_f1_agrees_with_torchmetrics() -> None:
     functional = pytest.importorskip("torchmetrics.functional.classification")
     generator = torch.Generator().manual_seed(0)
     truth, prediction = torch.randint(0, 5, (2, 400), generator=generator)
-    matrix = confusion(prediction, truth, 5)
-    assert mean(by_class(matrix).f1) == pytest.approx(
+    matrix = confusion_matrix(prediction, truth, 5)
+    assert class_mean(per_class(matrix).f1) == pytest.approx(
         float(functional.multiclass_f1_score(prediction, truth, 5, average="macro"))
     )
-    assert mean(by_class(matrix).iou) == pytest.approx(
+    assert class_mean(per_class(matrix).iou) == pytest.approx(
         float(functional.multiclass_jaccard_index(prediction, truth, 5, average="macro"))
     )
 
 
 def test_pixels_without_a_label_are_in_no_matrix() -> None:
     truth = torch.tensor([[0, 255], [1, 255]], dtype=torch.uint8)
-    assert confusion(torch.tensor([[0, 1], [0, 0]]), truth, 2).tolist() == [[1, 0], [1, 0]]
+    assert confusion_matrix(torch.tensor([[0, 1], [0, 0]]), truth, 2).tolist() == [[1, 0], [1, 0]]
 
 
 @pytest.mark.parametrize("model", ["resnet18", "unet"])

@@ -9,7 +9,7 @@ from .geometry import from_bins, wrapped
 
 NEAR = 20.0
 """Degrees within which a torsion counts as right."""
-_PARTS = 1000
+UNITS = 1000
 """Errors are added up in thousandths of a degree."""
 
 
@@ -31,7 +31,7 @@ def fragment_counts(logits: Tensor, slots: Tensor, asked: Tensor) -> Sums:
 def torsion_counts(logits: Tensor, chi: Tensor, has_chi: Tensor, symmetric: Tensor) -> Sums:
     """By torsion, chi1 … chi4: how many, their errors, and how many are near."""
     error = torsion_error(from_bins(logits.softmax(-1), symmetric), chi, symmetric)
-    thousandths = (error * _PARTS).round().to(torch.int64) * has_chi
+    thousandths = (error * UNITS).round().to(torch.int64) * has_chi
     number = torch.arange(TORSIONS, device=chi.device).expand_as(has_chi)
     return {
         "torsion error": count_by(number, TORSIONS, thousandths),
@@ -54,13 +54,6 @@ def residue_scores(logits: Tensor) -> Tensor:
     return each.sum(-1).log_softmax(-1)
 
 
-def confusion(scores: Tensor, residue: Tensor) -> Tensor:
-    """(20, 20) int64: given residues down, predicted ones across; unknown ones are left out."""
-    size = len(RESIDUES)
-    cell = residue.clamp(max=size - 1) * size + scores.argmax(-1)
-    return count_by(cell, size * size, residue < size).view(size, size)
-
-
 def fragment_values(sums: dict[str, Tensor], prefix: str = "") -> dict[str, float]:
     return {"fragment_accuracy": _ratio(sums[prefix + "fragment hits"], sums[prefix + "fragments"])}
 
@@ -68,7 +61,7 @@ def fragment_values(sums: dict[str, Tensor], prefix: str = "") -> dict[str, floa
 def torsion_values(sums: dict[str, Tensor], prefix: str = "") -> dict[str, float]:
     count = sums[prefix + "torsions"]
     return {
-        "torsion_error": _ratio(sums[prefix + "torsion error"], count) / _PARTS,
+        "torsion_error": _ratio(sums[prefix + "torsion error"], count) / UNITS,
         "torsion_within_20": _ratio(sums[prefix + "torsion hits"], count),
     }
 

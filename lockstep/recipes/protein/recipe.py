@@ -12,10 +12,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from ...config import check
 from ...recipe import Batch, Loss, Recipe, Split, Sums
 from ...rng import Rng
+from ..confusion import accuracy, confusion_matrix
 from . import chain, data, geometry, measure, results
-from .chemistry import UNKNOWN, slot_table, symmetry_table
+from .chemistry import RESIDUES, UNKNOWN, slot_table, symmetry_table
 from .library import Library
 from .masking import Hidden, Masking, hide, hide_all
 from .model import SideChains, Size
@@ -64,26 +66,20 @@ class ProteinOptions:
     """Dropout in both halves of the model."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.mask_ratio < 1:
-            raise ValueError(f"mask_ratio is between 0 and 1, not {self.mask_ratio}; 0.15 is usual")
-        if not 0 <= self.backbone_only <= 1:
-            raise ValueError(f"backbone_only is in [0, 1], not {self.backbone_only}; 0.1 is usual")
-        if min(self.val_share, self.test_share) < 0 or self.val_share + self.test_share >= 1:
-            shares = f"{self.val_share} and {self.test_share}"
-            raise ValueError(f"val_share and test_share are 0 or more and leave some to train, not {shares}")
-        if self.num_heads < 1 or self.hidden_dim < 2 or self.hidden_dim % (2 * self.num_heads):
-            raise ValueError(
-                f"hidden_dim is a multiple of twice num_heads, not {self.hidden_dim} for {self.num_heads} heads;"
-                f" {max(1, self.hidden_dim // (2 * max(1, self.num_heads))) * 2 * max(1, self.num_heads)} would do"
-            )
-        for name in ("num_encoder_layers", "num_decoder_layers", "num_neighbors", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
-        if self.max_length < 8:
-            raise ValueError(f"max_length is at least 8, not {self.max_length}; 512 is usual")
-        if not 0 <= self.dropout < 1 or self.torsion_weight < 0:
-            values = f"{self.dropout} and {self.torsion_weight}"
-            raise ValueError(f"dropout is in [0, 1) and torsion_weight 0 or more, not {values}")
+        check(0 < self.mask_ratio < 1, "mask_ratio is between 0 and 1", self.mask_ratio, "0.15 is usual")
+        check(0 <= self.backbone_only <= 1, "backbone_only is in [0, 1]", self.backbone_only, "0.1 is usual")
+        valid = min(self.val_share, self.test_share) >= 0 and self.val_share + self.test_share < 1
+        shares = f"{self.val_share} and {self.test_share}"
+        check(valid, "val_share and test_share are 0 or more and leave some files for training", shares)
+        for name in ("num_encoder_layers", "num_decoder_layers", "num_neighbors", "block_size", "num_heads"):
+            check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+        unit = 2 * self.num_heads
+        fits, fitting = self.hidden_dim > 0 and self.hidden_dim % unit == 0, max(1, self.hidden_dim // unit) * unit
+        width = f"{self.hidden_dim} for {self.num_heads} heads"
+        check(fits, "hidden_dim is a multiple of twice num_heads", width, f"{fitting} would do")
+        check(self.max_length >= 8, "max_length is at least 8", self.max_length, "512 is usual")
+        check(0 <= self.dropout < 1, "dropout is in [0, 1)", self.dropout, "0 is usual")
+        check(self.torsion_weight >= 0, "torsion_weight is 0 or more", self.torsion_weight, "1 is usual")
 
 
 class ProteinRecipe(Recipe):
@@ -225,7 +221,8 @@ class ProteinRecipe(Recipe):
         fragments, torsions = self._answers(model, batch, hidden.shown)
         sums = measure.fragment_counts(fragments, batch["slots"], hidden.asked)
         sums |= measure.torsion_counts(torsions, batch["chi"], batch["has_chi"], batch["symmetric"])
-        sums["confusion"] = measure.confusion(measure.residue_scores(fragments), batch["residue"])
+        predicted = measure.residue_scores(fragments).argmax(-1)
+        sums["confusion"] = confusion_matrix(predicted, batch["residue"], len(RESIDUES))
         return {f"backbone {name}": value for name, value in sums.items()}
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -233,8 +230,7 @@ class ProteinRecipe(Recipe):
         for prefix in ("", "backbone "):
             measured = measure.fragment_values(sums, prefix) | measure.torsion_values(sums, prefix)
             values |= {prefix.replace(" ", "_") + name: value for name, value in measured.items()}
-        confusion = sums["backbone confusion"]
-        return values | {"backbone_residue_accuracy": int(confusion.trace()) / max(1, int(confusion.sum()))}
+        return values | {"backbone_residue_accuracy": accuracy(sums["backbone confusion"])}
 
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
         return results.save_test(sums, folder)

@@ -1,7 +1,7 @@
-"""What is written after a test and after a prediction: tables, a picture, PDB files."""
+"""What a test and a prediction of `protein` write: tables, a picture, PDB files."""
 
-import csv
-import io
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,68 +9,70 @@ import torch
 from torch import Tensor
 
 from ...config import write_whole
+from ..report import draw_confusion, figure, save_whole, write_table
 from .build import SIDE_ATOMS, build_side_chains
 from .chain import Chain
 from .chemistry import BACKBONE, FRAGMENTS, RESIDUES, SIDE_CHAINS, SPECIAL, TOKENS, TORSIONS, UNKNOWN, torsion_table
 from .data import Inputs
 from .library import plain_name
+from .measure import UNITS
 from .structures import write
 
 ATOMS = len(BACKBONE) + SIDE_ATOMS
 
 
 def save_test(sums: dict[str, Tensor], folder: Path) -> list[Path]:
-    """Tables of fragments, torsions and residues, and the residues' confusion as a picture."""
-    made = [folder / "fragments.csv", folder / "torsions.csv", folder / "residues.csv"]
-    pairs = {"masked": "", "from backbone": "backbone "}
-    rows: list[list[Any]] = [["fragment", *(f"{label} {x}" for label in pairs for x in ("count", "accuracy"))]]
-    for token in range(SPECIAL - 1, len(TOKENS)):
-        rows.append([TOKENS[token]])
-        for prefix in pairs.values():
-            rows[-1] += _share(sums[prefix + "fragment hits"][token], sums[prefix + "fragments"][token])
-    _table(made[0], rows)
-    rows = [["torsion", *(f"{label} {x}" for label in pairs for x in ("count", "mean error in degrees", "within 20"))]]
-    for k in range(TORSIONS):
-        rows.append([f"chi{k + 1}"])
-        for prefix in pairs.values():
-            count = sums[prefix + "torsions"][k]
-            error = int(sums[prefix + "torsion error"][k]) / 1000 / max(1, int(count))
-            rows[-1] += [int(count), f"{error:.3f}", _share(sums[prefix + "torsion hits"][k], count)[1]]
-    _table(made[1], rows)
+    """Write tables of fragments, torsions and residues, and the residues' confusion matrix as a picture."""
     confusion = sums["backbone confusion"]
-    rows = [["given", "count", "accuracy", *RESIDUES]]
-    for kind, name in enumerate(RESIDUES):
-        rows.append([name, *_share(confusion[kind, kind], confusion[kind].sum()), *confusion[kind].tolist()])
-    _table(made[2], rows)
-    return [*made, *_picture(confusion, folder / "residues.png")]
+    residues = [
+        [name, *_fraction(confusion[kind, kind], confusion[kind].sum()), *confusion[kind].tolist()]
+        for kind, name in enumerate(RESIDUES)
+    ]
+    made = [
+        write_table(folder / "fragments.csv", _header("fragment", "count", "accuracy"), _fragment_rows(sums)),
+        write_table(
+            folder / "torsions.csv",
+            _header("torsion", "count", "mean error in degrees", "within 20"),
+            _torsion_rows(sums),
+        ),
+        write_table(folder / "residues.csv", ["given", "count", "accuracy", *RESIDUES], residues),
+    ]
+    if find_spec("matplotlib") is None:
+        return made
+    picture, axes = figure(7.2, 6.4)
+    draw_confusion(picture, axes, confusion, RESIDUES)
+    axes.set(xlabel="predicted from the backbone", ylabel="given", title="")
+    return [*made, save_whole(folder / "residues.png", picture.savefig)]
 
 
-def _share(hits: Tensor, count: Tensor) -> list[Any]:
+_CONDITIONS = {"masked": "", "from backbone": "backbone "}
+"""What an evaluation predicts from, and the prefix of its sums."""
+
+
+def _header(first: str, *columns: str) -> list[str]:
+    return [first, *(f"{condition} {column}" for condition in _CONDITIONS for column in columns)]
+
+
+def _fragment_rows(sums: dict[str, Tensor]) -> Iterator[list[Any]]:
+    for token in range(SPECIAL - 1, len(TOKENS)):
+        row: list[Any] = [TOKENS[token]]
+        for prefix in _CONDITIONS.values():
+            row += _fraction(sums[prefix + "fragment hits"][token], sums[prefix + "fragments"][token])
+        yield row
+
+
+def _torsion_rows(sums: dict[str, Tensor]) -> Iterator[list[Any]]:
+    for k in range(TORSIONS):
+        row: list[Any] = [f"chi{k + 1}"]
+        for prefix in _CONDITIONS.values():
+            count = sums[prefix + "torsions"][k]
+            error = int(sums[prefix + "torsion error"][k]) / UNITS / max(1, int(count))
+            row += [int(count), f"{error:.3f}", _fraction(sums[prefix + "torsion hits"][k], count)[1]]
+        yield row
+
+
+def _fraction(hits: Tensor, count: Tensor) -> list[Any]:
     return [int(count), f"{int(hits) / max(1, int(count)):.4f}"]
-
-
-def _table(path: Path, rows: list[list[Any]]) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    write_whole(path, text.getvalue())
-
-
-def _picture(confusion: Tensor, path: Path) -> list[Path]:
-    """Which residue is taken for which; left out where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return []
-    figure = Figure(figsize=(7.2, 6.4), layout="constrained")
-    axes = figure.add_subplot()
-    share = confusion / confusion.sum(1, keepdim=True).clamp(min=1)
-    image = axes.imshow(share.numpy(), vmin=0, vmax=1, cmap="Blues")
-    axes.set_xticks(range(len(RESIDUES)), RESIDUES, rotation=90)
-    axes.set_yticks(range(len(RESIDUES)), RESIDUES)
-    axes.set(xlabel="predicted from the backbone", ylabel="given")
-    figure.colorbar(image, label="share of the given residues")
-    figure.savefig(path, dpi=120)
-    return [path]
 
 
 def save_predictions(predictions: list[Any], dataset: Inputs, folder: Path) -> list[Path]:
@@ -78,11 +80,10 @@ def save_predictions(predictions: list[Any], dataset: Inputs, folder: Path) -> l
     by_file: dict[str, list[int]] = {}
     for i, file in enumerate(dataset.files):
         by_file.setdefault(file, []).append(i)
-    rows: list[list[Any]] = [
-        ["file", "chain", "number", "given", "predicted", "probability", "fragments"]
-        + [f"chi{k + 1}" for k in range(TORSIONS)]
-        + [f"chi{k + 1} probability within 20" for k in range(TORSIONS)]
-    ]
+    header = ["file", "chain", "number", "given", "predicted", "probability", "fragments"]
+    header += [f"chi{k + 1}" for k in range(TORSIONS)]
+    header += [f"chi{k + 1} probability within 20" for k in range(TORSIONS)]
+    rows: list[list[Any]] = []
     made: list[Path] = []
     for file, numbers in by_file.items():
         chains, values = [], []
@@ -94,8 +95,7 @@ def save_predictions(predictions: list[Any], dataset: Inputs, folder: Path) -> l
         made.append(_free(folder / Path(file).parent / f"{plain_name(file)}.pdb", made))
         made[-1].parent.mkdir(parents=True, exist_ok=True)
         write(chains, values, made[-1])
-    table = folder / "predictions.csv"
-    _table(table, rows)
+    table = write_table(folder / "predictions.csv", header, rows)
     if dataset.skipped:
         skipped = folder / "skipped.txt"
         write_whole(skipped, "".join(f"{name}: {why}\n" for name, why in dataset.skipped.items()))

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...rng import Rng
+from ..confusion import IGNORE
 from .data import MEAN
-from .model import IGNORE
 
 _RADIUS = 3
 """Of the blur, in pixels."""

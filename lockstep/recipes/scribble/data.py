@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...recipe import Split
-from .files import ENDINGS, read_image, read_map, write_image, write_map
-from .model import IGNORE
+from ..confusion import IGNORE
+from ..pixels import ENDINGS, image_files
+from .files import read_image, read_map, write_image, write_map
 from .scenes import NAMES, SIZES, Scenes
 
 VOC_NAMES = (
@@ -188,7 +189,7 @@ class Inputs:
 
     def __init__(self, path: Path):
         self.root = path if path.is_dir() else path.parent
-        self.files = [path] if path.is_file() else _images_under(path)
+        self.files = [path] if path.is_file() else image_files(path)
         if not self.files:
             raise ValueError(f"{path} holds no images ({' '.join(ENDINGS)})")
         seen: dict[Path, Path] = {}
@@ -207,14 +208,6 @@ class Inputs:
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         image = read_image(self.files[i])
         return {"image": image, "size": torch.tensor(image.shape[1:])}
-
-
-def _images_under(folder: Path) -> list[Path]:
-    found = []
-    for place, inner, names in os.walk(folder):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        found += [Path(place, n) for n in names if not n.startswith(".") and n.lower().endswith(ENDINGS)]
-    return sorted(found)
 
 
 def write(folder: Path, side: int) -> str:

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...weights import copy_weights, read_weights
+from ..confusion import IGNORE
 from ..resnet import DEPTHS, ResNet
 
 MODEL_TYPES = ("res50_ASPP_lorm", "deeplabv2", "deeplabv3p")
-IGNORE = 255
-"""The label of pixels that have none."""
 
 
 def nearest(label: Tensor, size: tuple[int, int]) -> Tensor:

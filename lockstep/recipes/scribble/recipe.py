@@ -17,19 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from ...config import check
 from ...recipe import Batch, Loss, Recipe, Split, Sums
 from ...rng import Rng
+from ..confusion import accuracy, class_mean, confusion_matrix, per_class
+from ..pixels import normalise
 from . import data, losses
 from .augment import Changes, augment
 from .files import write_map
 from .infer import probabilities
 from .model import Segmenter, build, feature_size, foreground, load_backbone, nearest
-from .report import confusion_picture, iou_table
+from .report import write_test
 from .scenes import Scenes
 
-_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, by channel."""
-_SMALLEST_CROP = 32
+_MIN_CROP = 32
 _SMOKE_CROP = 64
 
 
@@ -81,21 +82,17 @@ class ScribbleOptions:
     """Pixels of the longer side at scale 1 in test and predict; 0: the image's own."""
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2 or self.num_classes > 255:
-            raise ValueError(f"num_classes is 2 to 255, the background counted, not {self.num_classes}")
-        if self.crop_size < _SMALLEST_CROP:
-            raise ValueError(f"crop_size is at least {_SMALLEST_CROP}, not {self.crop_size}")
-        if not 0 < self.scale[0] <= self.scale[1]:
-            raise ValueError(f"scale is two factors above 0, the smaller one first, not {self.scale}; 0.5 2 is usual")
-        if not (0 <= self.blur <= 1 and 0 <= self.smoothing < 1):
-            raise ValueError(
-                f"blur is in [0, 1] and smoothing in [0, 1), not {self.blur} and {self.smoothing}; 0.5, 0.1 are usual"
-            )
+        check(2 <= self.num_classes <= 255, "num_classes is 2 to 255, with the background", self.num_classes)
+        check(self.crop_size >= _MIN_CROP, f"crop_size is at least {_MIN_CROP}", self.crop_size)
+        rising = 0 < self.scale[0] <= self.scale[1]
+        check(rising, "scale is two factors above 0, the smaller one first", self.scale, "0.5 2 is usual")
+        check(0 <= self.blur <= 1, "blur is in [0, 1]", self.blur, "0.5 is usual")
+        check(0 <= self.smoothing < 1, "smoothing is in [0, 1)", self.smoothing, "0.1 is usual")
         for name in ("l_segs", "l_pesudo", "l_lorm", "l_ds", "l_dc", "rotate", "base_size"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} is 0 or more, not {getattr(self, name)}")
-        if not self.test_scales or not all(math.isfinite(s) and s > 0 for s in self.test_scales):
-            raise ValueError(f"test_scales are one or more factors above 0, not {self.test_scales}; 1.0 will do")
+            value = getattr(self, name)
+            check(math.isfinite(value) and value >= 0, f"{name} is 0 or more", value)
+        positive = bool(self.test_scales) and all(math.isfinite(s) and s > 0 for s in self.test_scales)
+        check(positive, "test_scales are one or more factors above 0", self.test_scales, "1.0 will do")
 
 
 class ScribbleRecipe(Recipe):
@@ -213,7 +210,7 @@ class ScribbleRecipe(Recipe):
 
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
         o = self.options
-        x = normalised(batch["image"])
+        x = normalise(batch["image"])
         stages = model.backbone(x)  # type: ignore[operator]
         log_p = model.scores(stages, x).to(x.dtype).log_softmax(1)  # type: ignore[operator]
         scribble, pseudo = batch["scribble"].long(), batch["pseudo"].long()
@@ -243,28 +240,24 @@ class ScribbleRecipe(Recipe):
     # Evaluation
 
     def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
-        predicted = model(normalised(batch["image"])).argmax(1)
-        return {"confusion": losses.confusion(batch["label"], predicted, self.options.num_classes)}
+        predicted = model(normalise(batch["image"])).argmax(1)
+        return {"confusion": confusion_matrix(predicted, batch["label"], self.options.num_classes)}
 
     def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         pairs = zip(batch["label"], self.predict_batch(model, batch), strict=True)
         classes = self.options.num_classes
-        parts = [losses.confusion(label[: p.shape[0], : p.shape[1]], p, classes) for label, p in pairs]
+        parts = [confusion_matrix(p, label[: p.shape[0], : p.shape[1]], classes) for label, p in pairs]
         return {"confusion": torch.stack(parts).sum(0)}
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Mean IoU over the classes that are there or were predicted, pixel accuracy, and the IoU of each class."""
         matrix = sums["confusion"]
-        ious = losses.ious(matrix)
-        there = {name: iou for name, iou in zip(self.names, ious.tolist(), strict=True) if not math.isnan(iou)}
-        accuracy = float(matrix.diagonal().sum() / matrix.sum().clamp(min=1))
-        mean = sum(there.values()) / max(1, len(there))
-        return {"miou": mean, "accuracy": accuracy, **{f"iou/{name}": iou for name, iou in there.items()}}
+        ious = per_class(matrix).iou
+        present = {f"iou/{name}": v for name, v in zip(self.names, ious.tolist(), strict=True) if not math.isnan(v)}
+        return {"miou": class_mean(ious), "accuracy": accuracy(matrix), **present}
 
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
-        """A table of each class's IoU, and a picture of it beside the confusion matrix."""
-        table = iou_table(sums["confusion"], self.names, folder / "iou.csv")
-        return [table, confusion_picture(sums["confusion"], self.names, folder / "iou.png")]
+        return write_test(sums["confusion"], self.names, folder)
 
     # Prediction
 
@@ -275,7 +268,7 @@ class ScribbleRecipe(Recipe):
         """The labels of each image, (H, W) uint8; each image by itself, whatever else is in the batch."""
         o, out = self.options, []
         for image, (height, width) in zip(batch["image"], batch["size"].tolist(), strict=True):
-            x = normalised(image[None, :, :height, :width])[0]
+            x = normalise(image[None, :, :height, :width])[0]
             out.append(probabilities(model, x, o.crop_size, o.test_scales, o.base_size).argmax(0).to(torch.uint8))
         return out
 
@@ -290,11 +283,3 @@ class ScribbleRecipe(Recipe):
         self.options.crop_size = min(self.options.crop_size, _SMOKE_CROP)
         self.options.test_scales = (1.0,)
         self.options.base_size = min(self.options.base_size, _SMOKE_CROP)
-
-
-def normalised(image: Tensor) -> Tensor:
-    """uint8 images (N, 3, H, W) as the network takes them."""
-    x = image.to(torch.get_default_dtype()) / 255
-    # Channel by channel with plain numbers: a tensor of them would have to be copied to the device, which waits for it.
-    channels = zip(x.unbind(1), _MEAN, _DEVIATION, strict=True)
-    return torch.stack([(channel - mean) / deviation for channel, mean, deviation in channels], dim=1)

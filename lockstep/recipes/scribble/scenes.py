@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...recipe import Split
 from ...rng import Rng
-from .model import IGNORE
+from ..confusion import IGNORE
 
 SIZES: dict[Split, int] = {"train": 480, "val": 48, "test": 48}
 _SEEDS: dict[Split, int] = {"train": 11, "val": 12, "test": 13}

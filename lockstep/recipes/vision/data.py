@@ -9,9 +9,8 @@ Data without a validation split lose `val_fraction` of their training images to 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from ...recipe import Split
 from ...rng import Rng
 from .. import images
+from ..pixels import ENDINGS, image_files, opened, to_picture
 from ..shapes import Shapes
 from . import idx, masks
 
@@ -26,8 +26,8 @@ LARGEST = 224
 """Side of the images of a folder, unless they are smaller or the user says."""
 _SHAPES_SIDE = 32
 _SPLIT_SEED = 20_240_601
-_WRITTEN: dict[Split, int] = {"train": 2_000, "val": 500, "test": 500}
-Form = Literal["auto", "folder", "masks", "idx"]
+_EMBEDDED: dict[Split, int] = {"train": 2_000, "val": 500, "test": 500}
+"""Images that `lockstep data` writes."""
 
 
 class Part:
@@ -115,20 +115,11 @@ def native_side(path: str | None) -> int:
         return max(idx.read(file, 3).shape[1:]) if file else LARGEST
     if any(folder.glob("**/data_batch_*.bin")):
         return _SHAPES_SIDE
-    first = next(iter(files_under(folder)), None)
+    first = next(iter(image_files(folder)), None)
     if first is None:
-        raise ValueError(f"{folder} holds no images ({' '.join(images.ENDINGS)}), IDX or CIFAR-10 files; correct it")
-    try:
-        with Image.open(first) as opened:
-            return min(*opened.size, LARGEST)
-    except OSError as error:
-        raise ValueError(f"the image {first} cannot be read ({error}); remove or replace it") from error
-
-
-def files_under(folder: Path) -> list[Path]:
-    """Image files at any depth, sorted; what begins with a dot is not a user's image."""
-    found = (p for p in folder.rglob("*") if p.suffix.lower() in images.ENDINGS and p.is_file())
-    return sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+        raise ValueError(f"{folder} holds no images ({' '.join(ENDINGS)}), IDX or CIFAR-10 files; correct it")
+    with opened(first) as image:
+        return min(*image.size, LARGEST)
 
 
 class Inputs:
@@ -153,10 +144,10 @@ def inputs(path: Path, side: int, with_masks: bool) -> Inputs:
         files, names = [path], [path.name]
     else:
         root = path / "images" if with_masks and (path / "images").is_dir() else path
-        files = files_under(root)
+        files = image_files(root)
         names = [str(file.relative_to(root)) for file in files]
     if not files:
-        raise ValueError(f"there are no images ({' '.join(images.ENDINGS)}) in {path}; give another file or folder")
+        raise ValueError(f"there are no images ({' '.join(ENDINGS)}) in {path}; give another file or folder")
     # As in training: what is classified is the middle square, what gets a mask is the whole.
     made: Any = masks.WholeImages(files, side)
     if not with_masks:
@@ -164,49 +155,21 @@ def inputs(path: Path, side: int, with_masks: bool) -> Inputs:
     return Inputs(made, names, files)
 
 
-def write(folder: Path, form: Form, side: int, limit: int | None) -> str:
-    """The embedded shapes as files that `load` reads."""
-    counts = {split: min(count, limit or count) for split, count in _WRITTEN.items()}
-    made = ", ".join(f"{count} {split}" for split, count in counts.items())
-    if form == "idx":
-        _write_idx(folder, side, counts)
-        return f"IDX files in {folder}: {counts['train']} train, {counts['test']} test, grey, {side} pixels a side"
+def write(folder: Path, side: int, with_masks: bool, limit: int | None) -> str:
+    """Write the embedded shapes as files that `load` reads: class folders, or images and masks."""
+    counts = {split: min(count, limit or count) for split, count in _EMBEDDED.items()}
+    if not with_masks:
+        return images.write_folder(folder, counts, side)
     for split, count in counts.items():
-        if form == "masks":
-            _write_masks(folder / split, masks.ShapeMasks(split, side), count)
-        else:
-            _write_classes(folder / split, Shapes(split, side=side), count)
-    if form == "masks":
-        (folder / masks.CLASSES).write_text("\n".join(masks.ShapeMasks.names) + "\n")
-        return f"images and masks in {folder}: {made}; {len(masks.ShapeMasks.names)} classes, {side} pixels a side"
-    return f"class folders in {folder}: {made}; {len(Shapes.names)} classes, {side} pixels a side"
-
-
-def _picture(image: Tensor) -> Image.Image:
-    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
-
-
-def _write_classes(folder: Path, shapes: Shapes, count: int) -> None:
-    for name in shapes.names:
-        (folder / name).mkdir(parents=True)
-    for i, item in enumerate(shapes.__getitems__(range(count))):
-        _picture(item["image"]).save(folder / shapes.names[int(item["label"])] / f"{i:05d}.png")
+        _write_masks(folder / split, masks.ShapeMasks(split, side), count)
+    (folder / masks.CLASSES).write_text("\n".join(masks.ShapeMasks.names) + "\n")
+    made = ", ".join(f"{count} {split}" for split, count in counts.items())
+    return f"{made} images and masks of {len(masks.ShapeMasks.names)} classes, {side} pixels per side, in {folder}"
 
 
 def _write_masks(folder: Path, shapes: masks.ShapeMasks, count: int) -> None:
     for kind in ("images", "masks"):
         (folder / kind).mkdir(parents=True)
     for i, item in enumerate(shapes.__getitems__(range(count))):
-        _picture(item["image"]).save(folder / "images" / f"{i:05d}.png")
+        to_picture(item["image"]).save(folder / "images" / f"{i:05d}.png")
         Image.fromarray(item["mask"].numpy()).save(folder / "masks" / f"{i:05d}.png")
-
-
-def _write_idx(folder: Path, side: int, counts: dict[Split, int]) -> None:
-    splits: tuple[Split, ...] = ("train", "test")
-    for split in splits:
-        items = Shapes(split, side=side).__getitems__(range(counts[split]))
-        grey = np.stack([np.array(_picture(item["image"]).convert("L")) for item in items])
-        labels = np.array([int(item["label"]) for item in items], dtype=np.uint8)
-        name = {"train": "train", "test": "t10k"}[split]
-        idx.write(folder / f"{name}-images-idx3-ubyte.gz", grey)
-        idx.write(folder / f"{name}-labels-idx1-ubyte.gz", labels)

@@ -60,12 +60,6 @@ def read(file: Path, dimensions: int) -> np.ndarray:
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
 
-def write(file: Path, values: np.ndarray) -> None:
-    header = bytes([0, 0, _BYTES, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
-    content = header + np.ascontiguousarray(values, dtype=np.uint8).tobytes()
-    file.write_bytes(gzip.compress(content, mtime=0) if file.suffix == ".gz" else content)
-
-
 class IdxImages:
     """Grey images of an IDX file, in memory, as RGB; without `labels`, images to predict."""
 

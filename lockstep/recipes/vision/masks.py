@@ -16,9 +16,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ...recipe import Split
-from ..images import ENDINGS
+from ..confusion import IGNORE
+from ..pixels import ENDINGS, opened, pixels_of
 from ..shapes import Shapes
-from .metrics import NO_LABEL
 
 CLASSES = "classes.txt"
 
@@ -83,10 +83,10 @@ class MaskedImages:
         values = read_mask(file)
         if self.two_valued:
             values = (values > 0).astype(np.uint8)
-        strange = values[(values >= len(self.names)) & (values != NO_LABEL)]
+        strange = values[(values >= len(self.names)) & (values != IGNORE)]
         if len(strange):
             raise ValueError(
-                f"the mask {file} holds the class {strange.max()}, there are {len(self.names)} (and {NO_LABEL} for no "
+                f"the mask {file} holds the class {strange.max()}, there are {len(self.names)} (and {IGNORE} for no "
                 f"label); correct it, or name all classes in {CLASSES}"
             )
         size = (self.side, self.side)
@@ -108,24 +108,18 @@ class WholeImages:
 
 def read_image(file: Path, side: int) -> Tensor:
     """(3, side, side) uint8."""
-    try:
-        with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
-    except Exception as error:  # Pillow's decoders raise many kinds
-        raise ValueError(f"the image {file} cannot be read ({error}); remove or replace it") from error
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    with opened(file) as image:
+        rgb = ImageOps.exif_transpose(image).convert("RGB")
+        return pixels_of(rgb.resize((side, side), Image.Resampling.BILINEAR))
 
 
 def read_mask(file: Path) -> np.ndarray:
     """(height, width) uint8."""
-    try:
-        with Image.open(file) as opened:
-            mode = opened.mode
-            mask = np.array(opened.convert("L") if mode == "1" else opened)
-    except Exception as error:
-        raise ValueError(f"the mask {file} cannot be read ({error}); remove or replace it") from error
+    with opened(file, "mask") as image:
+        mode = image.mode
+        mask = np.array(image.convert("L") if mode == "1" else image)
     if mode not in ("1", "L", "P"):
-        raise ValueError(f"a mask holds one byte a pixel, the class, {file} is of the kind {mode}; convert it")
+        raise ValueError(f"a mask has one byte per pixel, the class, {file} has mode {mode}; convert it")
     return mask
 
 
@@ -159,13 +153,13 @@ def _classes(folder: Path, pairs: list[tuple[Path, Path]]) -> tuple[tuple[str, .
     """The names of the classes, and whether masks are of 0 and 255 alone."""
     if (folder / CLASSES).is_file():
         names = tuple(line.strip() for line in (folder / CLASSES).read_text().splitlines() if line.strip())
-        if not 2 <= len(names) <= NO_LABEL:
-            raise ValueError(f"{folder / CLASSES} names 2 to {NO_LABEL} classes, one a line, not {len(names)}; mend it")
+        if not 2 <= len(names) <= IGNORE:
+            raise ValueError(f"{folder / CLASSES} names 2 to {IGNORE} classes, one per line, not {len(names)}; fix it")
         return names, False
     values = _values(tuple(mask for _, mask in pairs))
-    if values == {0, NO_LABEL}:
+    if values == {0, IGNORE}:
         return ("background", "foreground"), True
-    highest = max(values - {NO_LABEL}, default=0)
+    highest = max(values - {IGNORE}, default=0)
     if highest == 0:
         raise ValueError(f"the masks under {folder} hold no class but 0; there is nothing to tell apart")
     return tuple(f"class {k}" for k in range(highest + 1)), False

@@ -13,14 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...config import check
 from ...recipe import Batch, Loss, Recipe, Split, Sums
 from ...rng import Rng
+from ..confusion import IGNORE, accuracy, class_mean, confusion_matrix, per_class
+from ..pixels import normalise
+from ..report import write_table
 from . import data, report
-from .metrics import NO_LABEL, accuracy, by_class, confusion, mean, soft_dice
+from .losses import soft_dice
 from .model import build, count_flops, load_pretrained, patch_for, stem_for, summary
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's red, green and blue: what published weights expect."""
 _EXAMPLES = 8
 _SMOKE_IMAGES = 64
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -59,30 +61,21 @@ class VisionOptions:
     """Segmentation: factor of the Dice loss."""
     cross_entropy_weight: float = 0.5
     """Segmentation: factor of the cross-entropy."""
-    data_form: Literal["auto", "folder", "masks", "idx"] = "auto"
-    """What `lockstep data vision` writes; auto: masks for unet, else class folders."""
-    input: str | None = None
-    """What `main.py --task predict` looks at: an image, a folder, or a file of IDX images."""
     log_level: str | None = None
     """Level of Python's logging: DEBUG, INFO, WARNING or ERROR. INFO shows a table of the model."""
 
     def __post_init__(self) -> None:
         for name, least in (("width", 1), ("patch_size", 1), ("img_size", 8), ("max_samples", 2), ("crop", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is at least {least}, not {value}")
+            check(value is None or value >= least, f"{name} is at least {least}", value)
         for name in ("val_fraction", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is in [0, 1), not {getattr(self, name)}; 0.1 is usual")
-        if min(self.dice_weight, self.cross_entropy_weight) < 0 or not self.dice_weight + self.cross_entropy_weight:
-            raise ValueError(
-                f"dice_weight and cross_entropy_weight are at least 0 and not both 0, not {self.dice_weight} and "
-                f"{self.cross_entropy_weight}; 1.0 and 0.5 are usual"
-            )
+            check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name), "0.1 is usual")
+        weights = self.dice_weight, self.cross_entropy_weight
+        rule = "dice_weight and cross_entropy_weight are at least 0 and not both 0"
+        check(min(weights) >= 0 and any(weights), rule, f"{weights[0]} and {weights[1]}", "1.0 and 0.5 are usual")
         if self.log_level is not None:
             self.log_level = self.log_level.upper()
-            if self.log_level not in _LEVELS:
-                raise ValueError(f"log_level is one of {', '.join(_LEVELS)}, not {self.log_level}")
+            check(self.log_level in _LEVELS, f"log_level is one of {', '.join(_LEVELS)}", self.log_level)
 
 
 class VisionRecipe(Recipe):
@@ -238,8 +231,8 @@ class VisionRecipe(Recipe):
 
     def mask_losses(self, logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Dice loss and cross-entropy of each image, (n,) both; pixels without a label count in neither."""
-        entropy = F.cross_entropy(logits, mask.long(), ignore_index=NO_LABEL, reduction="none").sum((1, 2))
-        return soft_dice(logits.softmax(1), mask), entropy / (mask != NO_LABEL).sum((1, 2)).clamp(min=1)
+        entropy = F.cross_entropy(logits, mask.long(), ignore_index=IGNORE, reduction="none").sum((1, 2))
+        return soft_dice(logits.softmax(1), mask), entropy / (mask != IGNORE).sum((1, 2)).clamp(min=1)
 
     def vary(self, image: Tensor, target: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
         """Flipped and shifted, a mask with its image; what comes in from outside is black and has no label."""
@@ -251,7 +244,7 @@ class VisionRecipe(Recipe):
         if crop:
             shift = rng.integers("crop", 2 * crop + 1, 2)
             image = shifted(image, shift, crop, 0)
-            target = shifted(target[:, None], shift, crop, NO_LABEL)[:, 0] if self.segments else target
+            target = shifted(target[:, None], shift, crop, IGNORE)[:, 0] if self.segments else target
         return image, target
 
     def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
@@ -262,7 +255,7 @@ class VisionRecipe(Recipe):
         target = batch["mask" if self.segments else "label"]
         logits = model(normalise(batch["image"])).to(torch.get_default_dtype())
         prediction = logits.argmax(1)
-        sums: Sums = {"confusion": confusion(prediction, target, len(self.names)), "images": float(len(target))}
+        sums: Sums = {"confusion": confusion_matrix(prediction, target, len(self.names)), "images": float(len(target))}
         if self.segments:
             dice, entropy = self.mask_losses(logits, target)
             return {**sums, "dice": dice.sum(), "entropy": entropy.sum()}, prediction
@@ -270,11 +263,16 @@ class VisionRecipe(Recipe):
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
         matrix, images = sums["confusion"], float(sums["images"])
-        values, entropy = by_class(matrix), float(sums["entropy"]) / images
+        values, entropy = per_class(matrix), float(sums["entropy"]) / images
         if not self.segments:
-            return {"loss": entropy, "accuracy": accuracy(matrix), "macro_f1": mean(values.f1)}
+            return {"loss": entropy, "accuracy": accuracy(matrix), "macro_f1": class_mean(values.f1)}
         loss = self.options.dice_weight * float(sums["dice"]) / images + self.options.cross_entropy_weight * entropy
-        return {"loss": loss, "miou": mean(values.iou), "dice": mean(values.f1), "accuracy": accuracy(matrix)}
+        return {
+            "loss": loss,
+            "miou": class_mean(values.iou),
+            "dice": class_mean(values.f1),
+            "accuracy": accuracy(matrix),
+        }
 
     def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         sums, prediction = self._judge(model, batch)
@@ -304,28 +302,21 @@ class VisionRecipe(Recipe):
         names = self.names
         if not self.segments:
             rows = [(n, names[k], f"{p:.6f}") for n, (k, p) in zip(dataset.names, predictions, strict=True)]
-            return [report.write_table(folder / "predictions.csv", ("file", "class", "probability"), rows)]
+            return [write_table(folder / "predictions.csv", ("file", "class", "probability"), rows)]
         files: list[Path | None] = [*dataset.files] if dataset.files else [None] * len(dataset)
         made, table = list[Path](), list[tuple[Any, ...]]()
         for mask, name, file in zip(predictions, dataset.names, files, strict=True):
             made.append(report.write_mask(mask, file, name, folder))
             shares = torch.bincount(mask.flatten().long(), minlength=len(names)) / mask.numel()
             table.append((name, made[-1].relative_to(folder), *(f"{share:.6f}" for share in shares.tolist())))
-        return [report.write_table(folder / "predictions.csv", ("file", "mask", *names), table), *made[:_EXAMPLES]]
+        return [write_table(folder / "predictions.csv", ("file", "mask", *names), table), *made[:_EXAMPLES]]
 
     def write_data(self, folder: Path) -> str:
-        form = self.options.data_form
-        chosen = ("masks" if self.segments else "folder") if form == "auto" else form
-        return data.write(folder, chosen, self.options.img_size or data.native_side(None), self.options.max_samples)
+        side = self.options.img_size or data.native_side(None)
+        return data.write(folder, side, self.segments, self.options.max_samples)
 
     def smoke(self) -> None:
         self.options.max_samples = min(_SMOKE_IMAGES, self.options.max_samples or _SMOKE_IMAGES)
-
-
-def normalise(image: Tensor) -> Tensor:
-    """uint8 (n, 3, S, S) to mean 0 and deviation 1 over ImageNet; numbers, not a tensor that has to be copied over."""
-    x = image.to(torch.get_default_dtype()) / 255
-    return torch.stack([(x[:, c] - _MEAN[c]) / _STD[c] for c in range(3)], dim=1)
 
 
 def shifted(picture: Tensor, shift: Tensor, most: int, fill: int) -> Tensor:
