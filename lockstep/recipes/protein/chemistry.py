@@ -94,10 +94,6 @@ class Atom(NamedTuple):
     turn: float = 0.0
     chi: int | None = None
 
-    @property
-    def element(self) -> str:
-        return self.name[0]
-
 
 def _chi(path: str, length: float, angle: float, chi: int, turn: float = 0.0) -> Atom:
     """An atom that chi number `chi` turns; `path` is the four atoms of the torsion, the new one last."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...weights import copy_weights, read_weights
 from ..confusion import IGNORE
-from ..resnet import DEPTHS, ResNet
+from ..resnet import DEPTHS, ResNetBackbone
 
 MODEL_TYPES = ("res50_ASPP_lorm", "deeplabv2", "deeplabv3p")
 
@@ -140,7 +140,7 @@ class DecoderHead(nn.Module):
 class Segmenter(nn.Module):
     """Images (N, 3, H, W), normalised, to class scores (N, K, H, W)."""
 
-    def __init__(self, backbone: ResNet, head: nn.Module, lorm: LoRM | None):
+    def __init__(self, backbone: ResNetBackbone, head: nn.Module, lorm: LoRM | None):
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -162,7 +162,7 @@ def build(model_type: str, layers: int, classes: int) -> Segmenter:
         raise ValueError(f"layers is one of {', '.join(map(str, DEPTHS))}, not {layers}")
     rectifies = model_type == "res50_ASPP_lorm"
     last: int | Sequence[int] = (4, 8, 16)[: DEPTHS[layers][-1]] if rectifies else 4
-    backbone = ResNet(layers, dilations=(1, 1, 2, last))
+    backbone = ResNetBackbone(layers, dilations=(1, 1, 2, last))
     channels, low = backbone.channels, backbone.channels // 8
     if rectifies:
         return Segmenter(backbone, AsppHead(channels, classes), LoRM(channels))

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...weights import copy_weights, read_weights
-from ..resnet import DEPTHS, Basic, Bottleneck
+from ..resnet import ResNetClassifier
 
 RESNETS = {"resnet18": 18, "resnet34": 34, "resnet50": 50}
-NAMES = (*RESNETS, "vit_s", "unet")
 HEADS = ("fc", "head", "last")
 """The modules that give one value a class: what pretrained weights of other classes have no use for."""
 SMALL = 64
@@ -39,7 +38,7 @@ def build(
         return UNet(classes, width)
     if name == "vit_s":
         return ViT(classes, side, patch or patch_for(side), _VIT_HEADS * width)
-    return ResNetClassifier(RESNETS[name], classes, stem_for(side) if stem == "auto" else stem, width)
+    return ResNetClassifier(RESNETS[name], stem_for(side) if stem == "auto" else stem, width, classes=classes)
 
 
 def stem_for(side: int) -> str:
@@ -49,41 +48,6 @@ def stem_for(side: int) -> str:
 def patch_for(side: int) -> int:
     """16, as published; small images are cut finer, into at least 7 × 7 patches."""
     return 16 if side > SMALL else next((p for p in (8, 4, 2) if side % p == 0 and side // p >= 7), 1)
-
-
-class ResNetClassifier(nn.Module):
-    """A ResNet with its head. `width` is the channels of the first stage, 64 as published.
-
-    Stems: `imagenet`, 7×7 of stride 2 and a pooling; `small`, 3×3 that keeps the resolution; `pooled`, that and a
-    pooling, at a quarter of the cost.
-    """
-
-    def __init__(self, layers: int, classes: int, stem: str, width: int):
-        super().__init__()
-        block: type[Basic] | type[Bottleneck] = Basic if layers < 50 else Bottleneck
-        self.stem = stem
-        large = stem == "imagenet"
-        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else nn.Conv2d(3, width, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        channels = width
-        for stage, depth in enumerate(DEPTHS[layers]):
-            blocks = list[nn.Module]()
-            for i in range(depth):
-                blocks.append(block(channels, width << stage, 2 if stage and i == 0 else 1, 1))
-                channels = (width << stage) * block.expansion
-            setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
-        self.fc = nn.Linear(channels, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        if self.stem != "small":
-            x = F.max_pool2d(x, 3, 2, 1)
-        for stage in range(1, 5):
-            x = self.get_submodule(f"layer{stage}")(x)
-        return self.fc(x.mean((2, 3)))
 
 
 class Attention(nn.Module):
