@@ -76,7 +76,7 @@ def _fraction(hits: Tensor, count: Tensor) -> list[Any]:
 
 
 def save_predictions(predictions: list[Any], dataset: Inputs, folder: Path) -> list[Path]:
-    """A PDB file for each input, with the predicted side chains, and one table of all residues."""
+    """Write a PDB file for each input, with the predicted side chains, and one table of all residues."""
     by_file: dict[str, list[int]] = {}
     for i, file in enumerate(dataset.files):
         by_file.setdefault(file, []).append(i)
@@ -92,7 +92,7 @@ def save_predictions(predictions: list[Any], dataset: Inputs, folder: Path) -> l
             chains.append(chain)
             values.append(column)
             rows += _rows(file, dataset.chains[i], predictions[i])
-        made.append(_free(folder / Path(file).parent / f"{plain_name(file)}.pdb", made))
+        made.append(_unused(folder / Path(file).parent / f"{plain_name(file)}.pdb", made))
         made[-1].parent.mkdir(parents=True, exist_ok=True)
         write(chains, values, made[-1])
     table = write_table(folder / "predictions.csv", header, rows)
@@ -103,25 +103,25 @@ def save_predictions(predictions: list[Any], dataset: Inputs, folder: Path) -> l
     return [table, *made]
 
 
-def _free(path: Path, taken: list[Path]) -> Path:
-    """Another name, where 1abc.pdb and 1abc.cif both have an answer."""
+def _unused(path: Path, used: list[Path]) -> Path:
+    """Return the path, or one with a number where 1abc.pdb and 1abc.cif both have predictions."""
     name, k = path, 2
-    while name in taken:
+    while name in used:
         name, k = path.with_name(f"{path.stem}-{k}.pdb"), k + 1
     return name
 
 
 def rebuilt(chain: Chain, prediction: dict[str, Tensor]) -> tuple[Chain, Tensor]:
-    """The chain with predicted residues and side chains of ideal geometry, and how sure each atom is, in percent."""
+    """Return the chain with predicted residues and ideal side chains, and the confidence of each atom in percent."""
     residue, chi = prediction["residue"].cpu(), prediction["chi"].double().cpu()
     sides = build_side_chains(residue, chain.backbone.double(), chi)
     sides[~chain.present[:, :3].all(1)] = torch.nan  # no frame to build on
-    kind, sure = prediction["probability"].double().cpu(), prediction["sure"].double().cpu()
+    kind, confidence = prediction["probability"].double().cpu(), prediction["confidence"].double().cpu()
     column = (100 * kind)[:, None].repeat(1, ATOMS)
     for i, name in enumerate(RESIDUES[k] if k < UNKNOWN else "" for k in residue.tolist()):
         for k in range(len(SIDE_CHAINS.get(name, []))):
             turns = _turns(name, k)
-            column[i, len(BACKBONE) + k] *= sure[i, :turns].prod()
+            column[i, len(BACKBONE) + k] *= confidence[i, :turns].prod()
     made = Chain(
         chain.name, residue, chain.backbone, chain.present, chain.linked, chi.float(), torsion_table()[residue]
     )
@@ -130,7 +130,7 @@ def rebuilt(chain: Chain, prediction: dict[str, Tensor]) -> tuple[Chain, Tensor]
 
 
 def _turns(name: str, number: int) -> int:
-    """How many of chi1, chi2, … an atom of a side chain hangs on."""
+    """Return how many of chi1, chi2, … the position of a side-chain atom depends on."""
     atoms = SIDE_CHAINS[name]
     by_name = {atom.name: i for i, atom in enumerate(atoms)}
     own = atoms[number].chi
@@ -141,12 +141,12 @@ def _turns(name: str, number: int) -> int:
 
 def _rows(file: str, chain: Chain, prediction: dict[str, Tensor]) -> list[list[Any]]:
     rows: list[list[Any]] = []
-    answers = zip(*(prediction[x].tolist() for x in ("residue", "probability", "chi", "sure")), strict=True)
-    for i, (kind, probability, chi, sure) in enumerate(answers):
+    residues = zip(*(prediction[x].tolist() for x in ("residue", "probability", "chi", "confidence")), strict=True)
+    for i, (kind, probability, chi, confidence) in enumerate(residues):
         given = int(chain.residue[i])
         has = torsion_table()[kind].tolist()
         rows.append([file, chain.name, chain.numbers[i], RESIDUES[given] if given < UNKNOWN else "UNK"])
         rows[-1] += [RESIDUES[kind], f"{probability:.4f}", "-".join(FRAGMENTS[RESIDUES[kind]])]
-        rows[-1] += [f"{x:.1f}" if there else "" for x, there in zip(chi, has, strict=True)]
-        rows[-1] += [f"{x:.4f}" if there else "" for x, there in zip(sure, has, strict=True)]
+        rows[-1] += [f"{x:.1f}" if exists else "" for x, exists in zip(chi, has, strict=True)]
+        rows[-1] += [f"{x:.4f}" if exists else "" for x, exists in zip(confidence, has, strict=True)]
     return rows
