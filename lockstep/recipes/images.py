@@ -1,4 +1,4 @@
-"""Where the images come from: drawn, CIFAR-10's binary files, or a folder with one sub-folder a class.
+"""Labelled images: drawn, CIFAR-10's binary files, or a folder with one sub-folder per class.
 
     load(None, "train", side=32)                 # the embedded shapes
     load("data/cifar", "val", side=32)           # data_batch_1.bin ... test_batch.bin, or a folder that holds them
@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..recipe import Split
-from .pixels import ENDINGS, image_files, opened, pixels_of, to_picture
+from .pixels import ENDINGS, data_folder, image_files, opened, pixels_of, to_picture
 from .shapes import Shapes
 
 CIFAR_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -28,7 +28,7 @@ _CIFAR_TEST = "test_batch.bin"
 
 
 class Images(Protocol):
-    """A labelled image set: the names of its classes, and where it comes from in a few words."""
+    """A labelled image set: the names of its classes, and a few words about its source."""
 
     names: tuple[str, ...]
     source: str
@@ -39,15 +39,13 @@ class Images(Protocol):
 
 
 def load(path: str | None, split: Split, side: int) -> Images | None:
-    """The images of one split, `side` pixels high and wide; None where the data have no such split."""
+    """Return the images of one split, `side` pixels high and wide; None where the data have no such split."""
     if path is None:
         return Shapes(split, side=side)
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"data_path is a folder, {path} is {'a file' if folder.exists() else 'not there'}; correct it")
-    for place in (folder, folder / "cifar-10-batches-bin"):
-        if any(place.glob("data_batch_*.bin")) or (place / _CIFAR_TEST).is_file():
-            return _cifar(place, split, side)
+    folder = data_folder(path)
+    for candidate in (folder, folder / "cifar-10-batches-bin"):
+        if any(candidate.glob("data_batch_*.bin")) or (candidate / _CIFAR_TEST).is_file():
+            return _cifar(candidate, split, side)
     return _folder(folder, split, side)
 
 
@@ -57,7 +55,7 @@ def describe(images: Images) -> str:
 
 
 def write_folder(folder: Path, sizes: dict[Split, int], side: int) -> str:
-    """Write drawn shapes as an image folder, `sizes` of each split; what is there now, in a line."""
+    """Write drawn shapes as an image folder, `sizes` of each split; return a line about it."""
     for split, size in sizes.items():
         shapes = Shapes(split, size, side)
         for name in shapes.names:
@@ -65,7 +63,7 @@ def write_folder(folder: Path, sizes: dict[Split, int], side: int) -> str:
         for i, item in enumerate(shapes.__getitems__(range(size))):
             to_picture(item["image"]).save(folder / split / shapes.names[int(item["label"])] / f"{i:05d}.png")
     counts = " and ".join(f"{size} {split}" for split, size in sizes.items())
-    return f"{counts} images of {len(Shapes.names)} classes, {side} pixels a side, in {folder}"
+    return f"{counts} images of {len(Shapes.names)} classes, {side} pixels per side, in {folder}"
 
 
 class CifarImages:
@@ -89,13 +87,13 @@ class CifarImages:
         return {"image": record[1:].view(3, _CIFAR_SIDE, _CIFAR_SIDE), "label": record[0].to(torch.int64)}
 
 
-def _cifar(place: Path, split: Split, side: int) -> CifarImages:
+def _cifar(folder: Path, split: Split, side: int) -> CifarImages:
     if side != _CIFAR_SIDE:
-        raise ValueError(f"CIFAR-10 images are {_CIFAR_SIDE} pixels a side, img_size is {side}; leave it out")
-    files = [place / name for name in (_CIFAR_TRAIN if split == "train" else (_CIFAR_TEST,))]
+        raise ValueError(f"CIFAR-10 images are {_CIFAR_SIDE} pixels per side, img_size is {side}; leave it out")
+    files = [folder / name for name in (_CIFAR_TRAIN if split == "train" else (_CIFAR_TEST,))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ValueError(f"CIFAR-10 in {place} lacks {', '.join(missing)}; unpack the binary version again")
+        raise ValueError(f"CIFAR-10 in {folder} lacks {', '.join(missing)}; unpack the binary version again")
     return CifarImages(files)
 
 
@@ -114,7 +112,7 @@ def _cifar_records(file: Path) -> np.ndarray:
 
 
 class FolderImages:
-    """Image files with their labels, read when asked for: the middle square, resized, in RGB."""
+    """Image files with their labels, read on access: the middle square, resized, in RGB."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], names: tuple[str, ...], side: int, source: str):
         self.files = files
@@ -158,19 +156,21 @@ def _folder(folder: Path, split: Split, side: int) -> FolderImages | None:
     if split != "train":
         # Labels are numbered by the training classes, whichever of them this split has.
         own, files = _classes(folder / split)
-        strange = sorted(set(own) - set(names))
-        if strange:
-            raise ValueError(f"{folder / split} has classes that train has not: {', '.join(strange)}; remove them")
+        unknown = sorted(set(own) - set(names))
+        if unknown:
+            raise ValueError(
+                f"{folder / split} has classes that train does not have: {', '.join(unknown)}; remove them"
+            )
         files = [(file, names.index(own[label])) for file, label in files]
     return FolderImages(files, names, side, f"image folder {folder / split}")
 
 
 def _classes(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
-    """The class names, sorted, and every image file with the number of its class."""
+    """Return the class names, sorted, and every image file with the number of its class."""
     visible = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     loose = [entry for entry in visible if entry.is_file() and entry.suffix.lower() in ENDINGS]
     if loose:
-        raise ValueError(f"images lie in one sub-folder a class, {loose[0]} lies beside them; move it into one")
+        raise ValueError(f"images are in one sub-folder per class, {loose[0]} is in none; move it into one")
     folders = [entry for entry in visible if entry.is_dir()]
     if not folders:
         raise ValueError(f"{folder} holds no class folders; put images into {folder}/<class>/")

@@ -15,6 +15,14 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
+def data_folder(path: str, remedy: str = "correct --data_path") -> Path:
+    """Return the folder that `data_path` names, which has to exist."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"data_path is a folder, {path} {'is a file' if folder.exists() else 'is missing'}; {remedy}")
+    return folder
+
+
 def image_files(folder: Path) -> list[Path]:
     """Return the image files in a folder and below, sorted, without hidden ones."""
     found = []

@@ -234,7 +234,7 @@ def test_windows_cover_everything_and_are_averaged() -> None:
             total[:, :, top : top + 24, left : left + 24] += part
             count[top : top + 24, left : left + 24] += 1
     assert count.min() > 0
-    torch.testing.assert_close(infer.sliding(model, image, 24), total / count)
+    torch.testing.assert_close(infer.sliding_window(model, image, 24), total / count)
     everything = infer.probabilities(model, image[0], 24, [0.5, 1.0, 2.0], 0)
     torch.testing.assert_close(everything.sum(0), torch.ones(50, 40))
     model.seen.clear()

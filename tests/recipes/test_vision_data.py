@@ -13,7 +13,7 @@ from PIL import Image
 
 from lockstep.recipes.shapes import Shapes, _disc
 from lockstep.recipes.vision import idx, masks
-from lockstep.recipes.vision.data import Part, held_out, inputs, load, native_side
+from lockstep.recipes.vision.data import Subset, held_out, inputs, load, native_side
 from lockstep.recipes.vision.masks import ShapeMasks, covered
 from lockstep.recipes.vision.recipe import VisionOptions, VisionRecipe
 
@@ -158,9 +158,9 @@ def test_data_without_val_lose_some_training_images_to_it(tmp_path: Path) -> Non
     for name in ("train", "t10k"):
         write_idx(tmp_path / "d", 20, name)
     train, val, test = (load(str(tmp_path / "d"), split, 9, False, 0.2) for split in ("train", "val", "test"))
-    assert (len(train), len(val), len(test)) == (16, 4, 20) and set(train.chosen) | set(val.chosen) == set(range(20))
+    assert (len(train), len(val), len(test)) == (16, 4, 20) and set(train.indices) | set(val.indices) == set(range(20))
     folder = str(written(tmp_path / "e"))
-    assert not isinstance(load(folder, "train", 16, False, 0.2), Part)  # it has a val folder
+    assert not isinstance(load(folder, "train", 16, False, 0.2), Subset)  # it has a val folder
 
 
 @pytest.mark.parametrize("limit", [50, 64, 100])
@@ -171,7 +171,7 @@ def test_a_limit_takes_some_of_every_class(tmp_path: Path, limit: int) -> None:
     for found in (in_turn, by_name):
         counts = Counter(int(item["label"]) for item in found.__getitems__(range(limit)))
         assert len(found) == limit == counts.total() and len(counts) == 10 and max(counts.values()) < limit / 4
-        assert found.chosen == sorted(set(found.chosen))
+        assert found.indices == sorted(set(found.indices))
 
 
 def pair(folder: Path, name: str, values: np.ndarray) -> None:
@@ -196,7 +196,7 @@ def test_masks_of_0_and_255_are_background_and_foreground(tmp_path: Path) -> Non
 
 
 def test_bad_mask_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="which are not there"):
+    with pytest.raises(ValueError, match="which do not exist"):
         load(str(tmp_path), "train", 10, True)
     values = np.arange(64).reshape(8, 8) % 3
     pair(tmp_path, "a", values)
@@ -218,7 +218,7 @@ def test_bad_mask_folders_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path), "train", 8, True)
     pair(tmp_path, "a", np.zeros((8, 8)))
     masks._values.cache_clear()
-    with pytest.raises(ValueError, match="nothing to tell apart"):
+    with pytest.raises(ValueError, match="no class but 0"):
         load(str(tmp_path), "train", 8, True)
 
 

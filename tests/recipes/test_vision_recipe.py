@@ -22,7 +22,7 @@ from lockstep.recipes.confusion import class_mean, confusion_matrix, per_class
 from lockstep.recipes.pixels import normalise
 from lockstep.recipes.vision import VisionRecipe
 from lockstep.recipes.vision.losses import soft_dice
-from lockstep.recipes.vision.recipe import VisionOptions, shifted
+from lockstep.recipes.vision.recipe import VisionOptions, translate
 from lockstep.recipes.vision.report import palette
 from lockstep.rng import Rng
 
@@ -150,7 +150,7 @@ def test_images_are_normalised_by_imagenet() -> None:
 def test_shifting_moves_pixels_and_fills() -> None:
     picture = torch.arange(2 * 3 * 5 * 5).view(2, 3, 5, 5).to(torch.uint8)
     shift = torch.tensor([[0, 4], [3, 2]])
-    moved = shifted(picture, shift, 2, 99)
+    moved = translate(picture, shift, 2, 99)
     for i in range(2):
         for row in range(5):
             for column in range(5):
@@ -163,7 +163,7 @@ def test_a_mask_is_varied_with_its_image() -> None:
     """The mask as the image: whatever happens to one happens to the other."""
     mine, indices = recipe(model="unet", crop=3), list(range(24))
     mask = collate(mine, indices)["mask"]
-    image, varied = mine.vary(mask[:, None].expand(-1, 3, -1, -1), mask, keys(indices))
+    image, varied = mine.flip_and_shift(mask[:, None].expand(-1, 3, -1, -1), mask, keys(indices))
     known = varied != 255
     assert torch.equal(image[:, 0][known], varied[known]) and (image[:, 0][~known] == 0).all()
     assert (~known).any() and not torch.equal(varied, mask)
@@ -171,21 +171,21 @@ def test_a_mask_is_varied_with_its_image() -> None:
     assert 0 < int(flips.sum()) < 24
     alone = recipe(model="unet", crop=0)
     expected = torch.stack([m.flip(1) if f else m for m, f in zip(mask, flips, strict=True)])
-    assert torch.equal(alone.vary(mask[:, None].expand(-1, 3, -1, -1), mask, keys(indices))[1], expected)
+    assert torch.equal(alone.flip_and_shift(mask[:, None].expand(-1, 3, -1, -1), mask, keys(indices))[1], expected)
 
 
 def test_variation_is_of_the_sample_and_of_training_alone() -> None:
     mine = recipe()
     batch = collate(mine, [4, 9, 30])
-    whole = mine.vary(batch["image"], batch["label"], keys([4, 9, 30]))[0]
-    part = mine.vary(batch["image"][1:2], batch["label"][1:2], keys([9]))[0]
+    whole = mine.flip_and_shift(batch["image"], batch["label"], keys([4, 9, 30]))[0]
+    part = mine.flip_and_shift(batch["image"][1:2], batch["label"][1:2], keys([9]))[0]
     assert torch.equal(whole[1:2], part)
-    assert not torch.equal(whole, mine.vary(batch["image"], batch["label"], keys([4, 9, 30], epoch=1))[0])
+    assert not torch.equal(whole, mine.flip_and_shift(batch["image"], batch["label"], keys([4, 9, 30], epoch=1))[0])
     model = Answers(torch.zeros(3, 10)).eval()
     mine.loss(model, batch, keys([4, 9, 30]))
     assert torch.equal(model.seen, normalise(batch["image"]))
     still = recipe(flip=False, crop=0)
-    assert torch.equal(still.vary(batch["image"], batch["label"], keys([4, 9, 30]))[0], batch["image"])
+    assert torch.equal(still.flip_and_shift(batch["image"], batch["label"], keys([4, 9, 30]))[0], batch["image"])
 
 
 @pytest.mark.parametrize("model", ["vit_s", "unet"])
@@ -415,7 +415,7 @@ def test_a_run_keeps_its_classes_and_other_data_are_refused() -> None:
 
 def test_the_model_is_described_with_its_operations() -> None:
     words = recipe(width=64, img_size=32).describe_model(nn.Identity())
-    assert words == "resnet18, small stem, 32 px, 10 classes, 1.11 GFLOPs an image"
+    assert words == "resnet18, small stem, 32 px, 10 classes, 1.11 GFLOPs per image"
     assert "patches of 2" in recipe(model="vit_s").describe_model(nn.Identity())
     assert recipe(model="unet").describe_model(nn.Identity()).startswith("unet, width 2, 16 px, 11 classes")
 

@@ -1,4 +1,4 @@
-"""ResNet and ASPP for segmentation, and the localization rectification module (LoRM) that helps in training.
+"""ResNet and ASPP for segmentation, with the localization rectification module (LoRM) in training.
 
     build("res50_ASPP_lorm", layers=50, classes=21)     # 33.15 M parameters, 8.39 M of them LoRM's
     build("deeplabv2", layers=101, classes=21)
@@ -22,7 +22,7 @@ MODEL_TYPES = ("res50_ASPP_lorm", "deeplabv2", "deeplabv3p")
 
 
 def nearest(label: Tensor, size: tuple[int, int]) -> Tensor:
-    """Labels (N, H, W) at the middle of each cell of a coarser grid, (N, h, w); never a mixture of labels."""
+    """Downsample labels (N, H, W) to (N, h, w) by the pixel in the middle of each cell."""
     height, width = label.shape[-2:]
     rows = (2 * torch.arange(size[0], device=label.device) + 1) * height // (2 * size[0])
     columns = (2 * torch.arange(size[1], device=label.device) + 1) * width // (2 * size[1])
@@ -30,12 +30,12 @@ def nearest(label: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def feature_size(height: int, width: int) -> tuple[int, int]:
-    """The positions that an image of that size has at stride 8."""
+    """Return height and width of the features of an image, at stride 8."""
     return -(-height // 8), -(-width // 8)
 
 
 class LoRM(nn.Module):
-    """Rebuild each foreground position's features from all positions like it; used in training only."""
+    """Rectify the features of each foreground position by a mixture of all similar ones; in training only."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -44,14 +44,14 @@ class LoRM(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, features: Tensor, pseudo: Tensor) -> Tensor:
-        """The squared distance of features (N, C, h, w) and their rectified selves, a mean over channels, summed over
-        the positions that the pseudo labels (N, H, W) call foreground. Ignored positions are left out altogether: they
-        are neither rectified nor looked at."""
+        """Return the squared distance of features (N, C, h, w) to the rectified ones, a mean over channels, summed over
+        the positions whose pseudo label (N, H, W) is foreground. Ignored positions are neither rectified nor mixed in.
+        """
         label = nearest(pseudo, (features.shape[-2], features.shape[-1])).flatten(1)  # (N, P)
         query = F.normalize(self.query(features).flatten(2), dim=1)  # (N, C, P)
         key = F.normalize(self.key(features).flatten(2), dim=1)
         cosine = (query.transpose(1, 2) @ key).to(torch.get_default_dtype())  # (N, P, P)
-        # Not −inf: an image without any label would be softmax of nothing, which is not a number.
+        # Not −inf: for an image without any label the softmax would be nan.
         cosine = cosine.masked_fill((label == IGNORE)[:, None], torch.finfo(cosine.dtype).min)
         x = features.flatten(2).to(cosine.dtype)
         rectified = self.scale * (x @ cosine.softmax(-1).transpose(1, 2))  # (N, C, P)
@@ -64,7 +64,7 @@ def foreground(label: Tensor) -> Tensor:
 
 
 class ASPP(nn.Module):
-    """1×1, 3×3 at several dilations and the mean of the whole image, each with norm and ReLU; then 1×1 over all."""
+    """1×1, 3×3 at several dilations and the mean of the image, each with norm and ReLU; then 1×1 over all."""
 
     def __init__(self, channels: int, width: int, outputs: int, rates: Sequence[int]):
         super().__init__()
@@ -150,12 +150,12 @@ class Segmenter(nn.Module):
         return self.scores(self.backbone(x), x)
 
     def scores(self, stages: list[Tensor], x: Tensor) -> Tensor:
-        """Class scores of every pixel of x from its features, where those are needed as well."""
+        """Return the class scores of every pixel of x from its features."""
         return F.interpolate(self.head(stages), x.shape[2:], mode="bilinear")
 
 
 def build(model_type: str, layers: int, classes: int) -> Segmenter:
-    """A network of one of MODEL_TYPES on a ResNet of stride 8."""
+    """Return a new model of one of MODEL_TYPES, on a ResNet of stride 8."""
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type is one of {', '.join(MODEL_TYPES)}, not {model_type!r}")
     if layers not in DEPTHS:

@@ -1,9 +1,9 @@
-"""Semantic segmentation from scribbles: a few strokes, pseudo labels, and a class-driven promotion of both.
+"""Semantic segmentation from scribbles and pseudo labels.
 
 Training minimises a sum of five terms, each a mean over elements of its own:
 cross-entropy on scribbled pixels; cross-entropy with smoothing on pseudo-labelled ones; the entropy of the prediction,
 weighted by the nearness to a scribble (l_ds) and to a pseudo-labelled object (l_dc), over the pixels near one; and the
-distance of foreground features to what LoRM makes of them. Pixels labelled 255 take no part in any of them.
+distance of foreground features to their rectification by LoRM. Pixels labelled 255 are left out of all of them.
 
 Legend: N images, K classes, H × W pixels.
 """
@@ -23,7 +23,7 @@ from ...rng import Rng
 from ..confusion import accuracy, class_mean, confusion_matrix, per_class
 from ..pixels import normalise
 from . import data, losses
-from .augment import Changes, augment
+from .augment import Augmentation, augment
 from .files import write_map
 from .infer import probabilities
 from .model import Segmenter, build, feature_size, foreground, load_backbone, nearest
@@ -37,7 +37,7 @@ _SMOKE_CROP = 64
 @dataclass
 class ScribbleOptions:
     model_type: Literal["res50_ASPP_lorm", "deeplabv2", "deeplabv3p"] = "res50_ASPP_lorm"
-    """ResNet + ASPP with LoRM in training (res50, whatever --layers says), DeepLabv2, or DeepLabv3+."""
+    """ResNet + ASPP with LoRM in training (with any --layers), DeepLabv2, or DeepLabv3+."""
     layers: Literal[18, 34, 50, 101, 152] = 50
     """Layers of the ResNet."""
     model_path: str | None = None
@@ -45,7 +45,7 @@ class ScribbleOptions:
     data_path: str | None = None
     """A folder laid out like Pascal VOC (docs/recipes/scribble.md); without it, drawn scenes. Also --dataset_path."""
     num_classes: int = 21
-    """Classes with the background; labels are below it. Also --numclasses."""
+    """Number of classes, with the background. Also --numclasses."""
     scribbles: str = data.FOLDERS["scribble"]
     """In data_path, the folder of scribbles. Also --train_path."""
     pseudo_labels: str = data.FOLDERS["pseudo"]
@@ -55,13 +55,13 @@ class ScribbleOptions:
     distancemap_c: str = data.FOLDERS["near_pseudo"]
     """In data_path, the folder of distance maps of pseudo labels."""
     crop_size: int = 465
-    """Pixels a side of training crops, of the validation's centre crop and of the test's windows."""
+    """Pixels per side of training crops, of the validation's centre crop and of the test's windows."""
     scale: tuple[float, float] = (0.5, 2.0)
     """Training scenes are scaled by a factor between these two."""
     rotate: float = 10.0
-    """They are turned by up to so many degrees, either way."""
+    """They are rotated by up to so many degrees, either way."""
     blur: float = 0.5
-    """How often one is blurred."""
+    """Fraction of them that is blurred."""
     flip: bool = True
     """Mirror half of them."""
     l_segs: float = 1.0
@@ -158,17 +158,17 @@ class ScribbleRecipe(Recipe):
                 self._sources[split] = Scenes(split, o.crop_size)
             else:
                 root = Path(o.data_path).expanduser()
-                listed: Split = "val" if split == "test" and not data.has_test(root) else split
+                listed: Split = "val" if split == "test" and data.list_file(root, "test") is None else split
                 self._sources[split] = data.VocFolder(root, listed, o.num_classes, folders)
         return self._sources[split]
 
     def dataset(self, split: Split) -> data.Source:
-        """Training scenes as they are, before `augment`; for validation the centre crop, for a test all of an image."""
-        assert len(self.names) == self.options.num_classes, "a list of names that is too long is refused here"
+        """Training scenes before `augment`; centre crops for validation, full images for a test."""
+        assert len(self.names) == self.options.num_classes, "class_names() pads or refuses"
         source = self._source(split)
         if split == "train":
-            return data.Training(source)
-        return data.Labelled(source, self.options.crop_size if split == "val" else None)
+            return data.TrainingScenes(source)
+        return data.LabelledScenes(source, self.options.crop_size if split == "val" else None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class ScribbleRecipe(Recipe):
 
     def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
         o = self.options
-        return augment(item, rng, Changes(o.crop_size, o.scale, o.rotate, o.flip, o.blur))
+        return augment(item, rng, Augmentation(o.crop_size, o.scale, o.rotate, o.flip, o.blur))
 
     def collate(self, items: list[dict[str, Tensor]]) -> Batch:
         return default_collate(data.pad_together(items))
@@ -205,8 +205,8 @@ class ScribbleRecipe(Recipe):
     def describe_model(self, model: nn.Module) -> str:
         assert isinstance(model, Segmenter)
         lorm = 0 if model.lorm is None else sum(p.numel() for p in model.lorm.parameters())
-        aside = f", {lorm / 1e6:.2f} M of it LoRM for training" if lorm else ""
-        return f"{self.options.model_type} on ResNet-{self.options.layers}, {self.options.num_classes} classes{aside}"
+        note = f", {lorm / 1e6:.2f} M of it LoRM for training" if lorm else ""
+        return f"{self.options.model_type} on ResNet-{self.options.layers}, {self.options.num_classes} classes{note}"
 
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
         o = self.options
@@ -225,7 +225,7 @@ class ScribbleRecipe(Recipe):
         return Loss.of_terms(**terms)
 
     def weigh(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
-        """What each term is a mean over: labelled pixels, pixels near something, foreground positions of features."""
+        """Count what each term is a mean over: labelled pixels, pixels near a label, foreground positions."""
         pseudo = batch["pseudo"]
         counts = {
             "segs": losses.labelled(batch["scribble"]).sum(),
@@ -250,7 +250,7 @@ class ScribbleRecipe(Recipe):
         return {"confusion": torch.stack(parts).sum(0)}
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Mean IoU over the classes that are there or were predicted, pixel accuracy, and the IoU of each class."""
+        """Mean IoU over the classes that occur or are predicted, pixel accuracy, and the IoU of each class."""
         matrix = sums["confusion"]
         ious = per_class(matrix).iou
         present = {f"iou/{name}": v for name, v in zip(self.names, ious.tolist(), strict=True) if not math.isnan(v)}
@@ -265,7 +265,7 @@ class ScribbleRecipe(Recipe):
         return data.Inputs(path)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Tensor]:
-        """The labels of each image, (H, W) uint8; each image by itself, whatever else is in the batch."""
+        """Return the labels of each image, (H, W) uint8, independent of the other images in the batch."""
         o, out = self.options, []
         for image, (height, width) in zip(batch["image"], batch["size"].tolist(), strict=True):
             x = normalise(image[None, :, :height, :width])[0]
@@ -273,7 +273,7 @@ class ScribbleRecipe(Recipe):
         return out
 
     def save_predictions(self, predictions: list[Tensor], dataset: data.Inputs, folder: Path) -> list[Path]:
-        """A PNG in VOC's colours for each input, of its size and under its name."""
+        """Write a PNG in VOC's colours for each input, of its size and under its name."""
         made = [folder / dataset.output(file) for file in dataset.files]
         for labels, file in zip(predictions, made, strict=True):
             write_map(labels, file)

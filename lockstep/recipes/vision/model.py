@@ -5,7 +5,7 @@
 
 Parameters have the names of torchvision (ResNet) and timm (ViT), so that their ImageNet weights load as they are.
 
-Legend: n samples, S pixels a side, K classes, L tokens, D width of a token, H heads.
+Legend: n samples, S pixels per side, K classes, L tokens, D width of a token, H heads.
 """
 
 from pathlib import Path
@@ -20,9 +20,9 @@ from ..resnet import ResNetClassifier
 
 RESNETS = {"resnet18": 18, "resnet34": 34, "resnet50": 50}
 HEADS = ("fc", "head", "last")
-"""The modules that give one value a class: what pretrained weights of other classes have no use for."""
+"""The last layers, with one output per class: new where pretrained weights are of other classes."""
 SMALL = 64
-"""Largest side for which a stem keeps the resolution."""
+"""Largest side for which the stem keeps the resolution."""
 _REMEDY = "Give the --model, --stem, --width and --img_size that it was trained with."
 _VIT_DEPTH, _VIT_HEADS = 12, 6
 _UNET_LEVELS = 5
@@ -31,7 +31,7 @@ _UNET_LEVELS = 5
 def build(
     name: str, *, classes: int, side: int, width: int = 64, stem: str = "auto", patch: int | None = None
 ) -> nn.Module:
-    """The model of that name, freshly initialised."""
+    """Return a new model of that name."""
     if name == "unet":
         if side < 1 << _UNET_LEVELS - 1:
             raise ValueError(f"a unet halves its images four times: img_size is at least 16, not {side}")
@@ -46,7 +46,7 @@ def stem_for(side: int) -> str:
 
 
 def patch_for(side: int) -> int:
-    """16, as published; small images are cut finer, into at least 7 × 7 patches."""
+    """Return the default patch size: 16; less for small images, so that there are at least 7 × 7 patches."""
     return 16 if side > SMALL else next((p for p in (8, 4, 2) if side % p == 0 and side // p >= 7), 1)
 
 
@@ -145,12 +145,12 @@ class UNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        kept: list[Tensor] = []
+        skips: list[Tensor] = []
         for level, block in enumerate(self.down):
             x = block(F.max_pool2d(x, 2) if level else x)
-            kept.append(x)
-        for block, skip in zip(self.up, reversed(kept[:-1]), strict=True):
-            # To the size of what it joins, which an odd side makes one more than twice its own.
+            skips.append(x)
+        for block, skip in zip(self.up, reversed(skips[:-1]), strict=True):
+            # To the size of the skip connection: with an odd side that is not twice its own.
             x = F.interpolate(x, size=skip.shape[-2:], mode="bilinear", align_corners=False)
             x = block(torch.cat([skip, x], dim=1))
         return self.last(x)
@@ -172,9 +172,9 @@ def load_pretrained(model: nn.Module, path: str) -> str:
 
 
 def count_flops(model: nn.Module, side: int) -> dict[str, int]:
-    """Floating-point operations of one image forward, by module and under "" in all; nothing is computed.
+    """Return the FLOPs of one image's forward pass by module, and under "" in total; nothing is computed.
 
-    A multiplication and an addition count as two. `model` lives on the meta device.
+    A multiply-add counts as two. `model` is on the meta device.
     """
     model.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -184,10 +184,10 @@ def count_flops(model: nn.Module, side: int) -> dict[str, int]:
 
 
 def summary(model: nn.Module, side: int) -> str:
-    """A line for each part of the model: its parameters and operations. `model` lives on the meta device."""
+    """Return a table of the model's parts with their parameters and FLOPs. `model` is on the meta device."""
     flops = count_flops(model, side)
     parts = [(name, child) for name, child in model.named_children()]
     rows = [(name, sum(p.numel() for p in child.parameters()), flops.get(name, 0)) for name, child in parts]
-    rows.append(("in all", sum(p.numel() for p in model.parameters()), flops[""]))
+    rows.append(("total", sum(p.numel() for p in model.parameters()), flops[""]))
     lines = [f"{name:14}{count:>14,}{operations / 1e6:>14,.1f}" for name, count, operations in rows]
     return "\n".join([f"{'part':14}{'parameters':>14}{'MFLOPs/image':>14}", *lines])

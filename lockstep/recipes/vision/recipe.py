@@ -1,7 +1,8 @@
-"""Image classification and segmentation: what class is it, of the image or of each pixel.
+"""Image classification and segmentation.
 
-Classification is cross-entropy with label smoothing. Segmentation is Dice + ½ cross-entropy, each the mean of an image,
-so that images weigh the same whatever part of them has labels. Flips and crops are keyed, on the device.
+The loss of classification is cross-entropy with label smoothing. That of segmentation is Dice + ½ cross-entropy, both
+per image, so that images have the same weight whatever part of them is labelled. Random flips and shifts are computed
+on the device.
 """
 
 import logging
@@ -32,35 +33,35 @@ _log = logging.getLogger(__name__)
 @dataclass
 class VisionOptions:
     model: Literal["resnet18", "resnet34", "resnet50", "vit_s", "unet"] = "resnet18"
-    """The network; unet segments, the others classify."""
+    """The network: unet for segmentation, the others for classification."""
     width: int = 64
-    """Channels of the first stage (of ViT, of each of its 6 heads); less makes a smaller model of the same form."""
+    """Channels of the first stage (of ViT, of each of its 6 heads); less makes a smaller model."""
     stem: Literal["auto", "imagenet", "small", "pooled"] = "auto"
-    """How a ResNet begins: 7×7, stride 4; 3×3, stride 1; 3×3 and a pooling. auto: small up to 64 pixels a side."""
+    """ResNet stem: imagenet (stride 4), small (3×3, stride 1), pooled (3×3 and pooling); auto: small up to 64 px."""
     patch_size: int | None = None
     """Of ViT; by default 16, and less for images of up to 64 pixels."""
     pretrained: str | None = None
-    """A file of weights to start from (.pth or .safetensors); a head of other classes is left out."""
+    """Pretrained weights (.pth or .safetensors); a head of other classes is not loaded."""
     data_path: str | None = None
     """A folder: IDX files, images in class folders, images/ and masks/, or CIFAR-10; without it, drawn shapes."""
     img_size: int | None = None
-    """Pixels a side; by default those of the first image, 224 at most."""
+    """Pixels per side; by default those of the first image, 224 at most."""
     class_names: tuple[str, ...] = ()
-    """The classes in order; by default those of the data. A run keeps them, so predicting needs no training data."""
+    """The classes in order; by default those of the data. Saved with a run, so predicting needs no training data."""
     val_fraction: float = 0.1
-    """What training images are kept for validation, where the data have none."""
+    """Fraction of the training images used for validation, where the data have no validation images."""
     max_samples: int | None = None
-    """Use at most this many images of each split, spread over it."""
+    """Use at most this many images of each split, chosen at random."""
     flip: bool = True
     """Mirror half of the training images; turn it off where left and right matter."""
     crop: int | None = None
-    """Largest shift of a training image in pixels, black coming in; by default an eighth of the side."""
+    """Largest shift of a training image in pixels, padded with black; by default an eighth of the side."""
     label_smoothing: float = 0.0
-    """Classification: what part of the target goes evenly to all classes."""
+    """Classification: fraction of the target that is spread over all classes."""
     dice_weight: float = 1.0
-    """Segmentation: factor of the Dice loss."""
+    """Segmentation: weight of the Dice loss."""
     cross_entropy_weight: float = 0.5
-    """Segmentation: factor of the cross-entropy."""
+    """Segmentation: weight of the cross-entropy."""
     log_level: str | None = None
     """Level of Python's logging: DEBUG, INFO, WARNING or ERROR. INFO shows a table of the model."""
 
@@ -163,7 +164,7 @@ class VisionRecipe(Recipe):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The classes. Kept in the options, and with them in the run, whose model is nothing without them."""
+        """The classes. Stored in the options, so that a run saves them with its settings."""
         if not self.options.class_names:
             self.dataset("train")
         return self.options.class_names
@@ -205,20 +206,20 @@ class VisionRecipe(Recipe):
     def describe_model(self, model: nn.Module) -> str:
         options, side, classes = self.options, self.side, len(self.names)
         with torch.device("meta"):
-            weightless = self.model()
-        _log.info("%s at %d × %d pixels\n%s", options.model, side, side, summary(weightless, side))
+            on_meta = self.model()
+        _log.info("%s at %d × %d pixels\n%s", options.model, side, side, summary(on_meta, side))
         details = {
             "unet": "",
             "vit_s": f", patches of {options.patch_size or patch_for(side)}",
         }.get(options.model, f", {stem_for(side) if options.stem == 'auto' else options.stem} stem")
         width = f", width {options.width}" if options.width != 64 else ""
-        flops = count_flops(weightless, side)[""]
-        return f"{options.model}{width}{details}, {side} px, {classes} classes, {flops / 1e9:.3g} GFLOPs an image"
+        flops = count_flops(on_meta, side)[""]
+        return f"{options.model}{width}{details}, {side} px, {classes} classes, {flops / 1e9:.3g} GFLOPs per image"
 
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
         image, target = batch["image"], batch["mask" if self.segments else "label"]
         if model.training:
-            image, target = self.vary(image, target, rng)
+            image, target = self.flip_and_shift(image, target, rng)
         logits = model(normalise(image)).to(torch.get_default_dtype())
         right = logits.argmax(1) == target
         if not self.segments:
@@ -230,12 +231,12 @@ class VisionRecipe(Recipe):
         return Loss(total, len(target), dice=dice.detach().sum(), cross_entropy=entropy.detach().sum())
 
     def mask_losses(self, logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Dice loss and cross-entropy of each image, (n,) both; pixels without a label count in neither."""
+        """Dice loss and cross-entropy of each image, (n,) both; without unlabelled pixels."""
         entropy = F.cross_entropy(logits, mask.long(), ignore_index=IGNORE, reduction="none").sum((1, 2))
         return soft_dice(logits.softmax(1), mask), entropy / (mask != IGNORE).sum((1, 2)).clamp(min=1)
 
-    def vary(self, image: Tensor, target: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
-        """Flipped and shifted, a mask with its image; what comes in from outside is black and has no label."""
+    def flip_and_shift(self, image: Tensor, target: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
+        """Flip and shift at random, a mask with its image; the padding is black and has no label."""
         crop = self.side // 8 if self.options.crop is None else self.options.crop
         if self.options.flip:
             flip = rng.bernoulli("flip", 0.5, 1, 1)
@@ -243,15 +244,15 @@ class VisionRecipe(Recipe):
             target = torch.where(flip, target.flip(-1), target) if self.segments else target
         if crop:
             shift = rng.integers("crop", 2 * crop + 1, 2)
-            image = shifted(image, shift, crop, 0)
-            target = shifted(target[:, None], shift, crop, IGNORE)[:, 0] if self.segments else target
+            image = translate(image, shift, crop, 0)
+            target = translate(target[:, None], shift, crop, IGNORE)[:, 0] if self.segments else target
         return image, target
 
     def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
-        return self._judge(model, batch)[0]
+        return self._evaluate(model, batch)[0]
 
-    def _judge(self, model: nn.Module, batch: Batch) -> tuple[Sums, Tensor]:
-        """The sums of a batch, and what was predicted."""
+    def _evaluate(self, model: nn.Module, batch: Batch) -> tuple[Sums, Tensor]:
+        """Return the sums of a batch, and the predicted classes."""
         target = batch["mask" if self.segments else "label"]
         logits = model(normalise(batch["image"])).to(torch.get_default_dtype())
         prediction = logits.argmax(1)
@@ -275,7 +276,7 @@ class VisionRecipe(Recipe):
         }
 
     def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
-        sums, prediction = self._judge(model, batch)
+        sums, prediction = self._evaluate(model, batch)
         if self.segments and len(self._examples) < _EXAMPLES:
             seen = (batch["image"].cpu(), batch["mask"].cpu(), prediction.to(torch.uint8).cpu())
             self._examples += list(zip(*seen, strict=True))[: _EXAMPLES - len(self._examples)]
@@ -298,7 +299,7 @@ class VisionRecipe(Recipe):
         return list(zip(label.tolist(), probability.tolist(), strict=True))
 
     def save_predictions(self, predictions: list[Any], dataset: data.Inputs, folder: Path) -> list[Path]:
-        """predictions.csv; for masks also a picture each, and the image under it."""
+        """Write predictions.csv; for segmentation also the masks and the images tinted by them."""
         names = self.names
         if not self.segments:
             rows = [(n, names[k], f"{p:.6f}") for n, (k, p) in zip(dataset.names, predictions, strict=True)]
@@ -307,8 +308,8 @@ class VisionRecipe(Recipe):
         made, table = list[Path](), list[tuple[Any, ...]]()
         for mask, name, file in zip(predictions, dataset.names, files, strict=True):
             made.append(report.write_mask(mask, file, name, folder))
-            shares = torch.bincount(mask.flatten().long(), minlength=len(names)) / mask.numel()
-            table.append((name, made[-1].relative_to(folder), *(f"{share:.6f}" for share in shares.tolist())))
+            fractions = torch.bincount(mask.flatten().long(), minlength=len(names)) / mask.numel()
+            table.append((name, made[-1].relative_to(folder), *(f"{fraction:.6f}" for fraction in fractions.tolist())))
         return [write_table(folder / "predictions.csv", ("file", "mask", *names), table), *made[:_EXAMPLES]]
 
     def write_data(self, folder: Path) -> str:
@@ -319,8 +320,8 @@ class VisionRecipe(Recipe):
         self.options.max_samples = min(_SMOKE_IMAGES, self.options.max_samples or _SMOKE_IMAGES)
 
 
-def shifted(picture: Tensor, shift: Tensor, most: int, fill: int) -> Tensor:
-    """(n, c, S, S), sample i moved by most − shift[i] pixels down and to the right; shift (n, 2) in [0, 2 · most]."""
+def translate(picture: Tensor, shift: Tensor, most: int, fill: int) -> Tensor:
+    """Move sample i of (n, c, S, S) by most − shift[i] pixels down and to the right; shift (n, 2) in [0, 2 · most]."""
     rows, columns = picture.shape[2:]
     padded = F.pad(picture, (most, most, most, most), value=fill)
     row = shift[:, 0, None] + torch.arange(rows, device=picture.device)
