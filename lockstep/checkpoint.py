@@ -7,7 +7,6 @@ The manifest comes last and holds the size and SHA-256 of every file, and of its
 process of a run that writes, the functions are for all that read. Nothing but tensors is ever unpickled.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +23,17 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from .files import replacing, sync_folder
 from .weights import check_shapes
 
 Tensors = dict[str, dict[str, Tensor]]  # file stem -> tensor name -> tensor
 State = dict[str, Any]  # whatever JSON can hold
-Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 FORMAT = 1
 _STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"\.step-(\d{8,})\.old")
 _LEFTOVER = re.compile(r"\.(?:step-\d{8,}|best|last)\.(\d{1,9})\.(?:tmp|gone)")
-_NUMBER = ":number"  # marks optimizer state that was a Python number, so that it comes back as one
 
 
 class Damaged(ValueError):
@@ -159,7 +156,7 @@ def _fill(folder: Path, tensors: Tensors, state: str, manifest: dict[str, Any]) 
     files = {path.name: _flushed(path) for path in sorted(folder.iterdir())}
     (folder / "manifest.json").write_bytes(_sealed({**manifest, "files": files}))
     _flushed(folder / "manifest.json")
-    _flush_names(folder)
+    sync_folder(folder)
 
 
 def _flushed(path: Path) -> dict[str, Any]:
@@ -169,18 +166,6 @@ def _flushed(path: Path) -> dict[str, Any]:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}
 
 
-def _flush_names(folder: Path) -> None:
-    """Flush the names in a folder: only then does a rename outlive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that does not know this cannot do more
-            raise
-    finally:
-        os.close(handle)
-
-
 def _swap(beside: Path, target: Path) -> None:
     """Rename `beside` to `target`. A crash at any moment leaves the old one or the new one, under a name we know."""
     aside = target.with_name(f".{target.name}.old")
@@ -188,8 +173,8 @@ def _swap(beside: Path, target: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
     beside.rename(target)
-    _flush_names(target.parent)
-    _flush_names(target.parent.parent)  # the folder itself may be new
+    sync_folder(target.parent)
+    sync_folder(target.parent.parent)  # the folder itself may be new
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -303,53 +288,10 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and ((path / "manifest.json").exists() or _step_of(path.resolve()) is not None)
 
 
-def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
+def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Copy loaded tensors into a plain model that has exactly these."""
-    check_shapes(model.state_dict(), tensors, what)
+    check_shapes(model.state_dict(), tensors, source)
     model.load_state_dict(tensors)
-
-
-def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """The optimizer's state as "<parameter name>/<state name>": free of parameter order, groups and wrappers."""
-    tensors = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            assert parameter in names, "the optimizer holds a parameter that the model does not have"
-            name = f"{names[parameter]}/{key}"
-            if isinstance(value, Tensor):
-                tensors[name] = value
-            elif isinstance(value, bool | int | float):
-                tensors[name + _NUMBER] = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
-            elif value is not None:  # None stands for what the optimizer makes at its next step
-                kind = f"{type(optimizer).__name__} keeps {name} as a {type(value).__name__}"
-                raise ValueError(f"{kind}; a checkpoint holds tensors and numbers only, so use another optimizer")
-    return tensors
-
-
-def restore_optimizer(optimizer: Optimizer, named_parameters: Named, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` took, whatever order and groups the parameters have now."""
-    parameters = dict(named_parameters)
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    states: dict[Tensor, dict[str, Any]] = {}
-    for name, value in tensors.items():
-        owner, _, key = name.rpartition("/")
-        parameter = parameters.get(owner)
-        if parameter is None or parameter not in groups:
-            raise ValueError(f"the checkpoint has optimizer state {name}, but no parameter {owner!r} is trained here")
-        placed = value.item() if key.endswith(_NUMBER) else _placed(value, key, parameter.detach(), groups[parameter])
-        states.setdefault(parameter, {})[key.removesuffix(_NUMBER)] = placed
-    optimizer.state.clear()
-    optimizer.state.update(states)
-
-
-def _placed(value: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """A copy where the optimizer itself would have made it, in the type it was saved in."""
-    if key == "step":  # the counter stays on the host unless kernels read it
-        on_device = group.get("fused") or group.get("capturable")
-        return value.to(parameter.device, torch.float32, copy=True) if on_device else value.to("cpu", copy=True)
-    if value.shape == parameter.shape:  # the strides too: fused kernels want those of the parameter
-        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-    return value.to(parameter.device, copy=True)
 
 
 def export(path_stem: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -357,14 +299,9 @@ def export(path_stem: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
     copies = _host_copies({"": dict(tensors)})[""]
     for ending in (".safetensors", ".pth"):
         path = path_stem.with_name(path_stem.name + ending)  # with_suffix would cut "ema-0.9999" at the dot
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(path) as temporary:
             if ending == ".pth":
-                torch.save(copies, beside)
+                torch.save(copies, temporary)
             else:
-                safetensors.torch.save_file(copies, beside, metadata)
-            _flushed(beside)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    _flush_names(path_stem.parent)
+                safetensors.torch.save_file(copies, temporary, metadata)
+    sync_folder(path_stem.parent)

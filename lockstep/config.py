@@ -1,25 +1,39 @@
-"""The settings of a run: a flag of `lockstep train` is a field below. `flags.py` reads them."""
+"""The settings of a run: a flag of `lockstep train` is a field below. `flags.py` reads them.
 
-import dataclasses
+Each section checks its values when it is made, and knows which of its flags have no effect in a run.
+"""
+
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
-
-from .recipe import Recipe
-
-RUNS = Path("runs")
-"""Where runs go, each recipe's in a folder of its own."""
 
 EXCLUSIVE = [("n_steps", "epochs"), ("global_batch_size", "gradient_accumulation_steps")]
 
 
 def check(holds: bool, rule: str, value: Any, remedy: str = "") -> None:
-    """Raise a ValueError with the rule, the value and the remedy unless a setting's rule holds."""
+    """Refuse a setting: `rule` says what it must be, `value` what it is, `remedy` what to give instead."""
     if not holds:
         raise ValueError(f"{rule}, not {value}{remedy and '; '}{remedy}")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run is like: by this, and by other settings, some flags have no effect."""
+
+    world_size: int = 1
+    local_rank: int = 0
+    on_cpu: bool = True
+    has_agent: bool = False
+    """Whether torchrun's agent has started this process, and can restart it."""
+    evaluates: bool = False
+    """Whether there are evaluations during training."""
+    has_validation_set: bool = False
+    generates: bool = False
+
+
+def _unused(*rules: tuple[str, bool, str]) -> dict[str, str]:
+    """Return, by flag, the reason of each rule (flag, has no effect, reason) that holds."""
+    return {name: reason for name, unused, reason in rules if unused}
 
 
 @dataclass
@@ -102,6 +116,20 @@ class Optim:
         for decay in self.ema_decay:
             check(0 < decay < 1, "ema_decay is between 0 and 1", decay)
 
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        optimizer, schedule = f"the optimizer is {self.optimizer}", f"the schedule is {self.schedule}"
+        return _unused(
+            ("momentum", self.optimizer != "sgd", optimizer),
+            ("beta1", self.optimizer != "adamw", optimizer),
+            ("beta2", self.optimizer != "adamw", optimizer),
+            ("base_batch_size", self.lr_scaling == "none", "lr_scaling is none"),
+            ("min_lr", self.schedule not in ("cosine", "linear", "plateau"), schedule),
+            ("decay_steps", self.schedule != "step", schedule),
+            ("decay_factor", self.schedule not in ("step", "plateau"), schedule),
+            ("decay_patience", self.schedule != "plateau", schedule),
+        )
+
 
 @dataclass
 class Hardware:
@@ -142,6 +170,21 @@ class Hardware:
             check(wanted, "no_use_amp means --precision fp32; give one of the two", f"--precision {self.precision}")
             self.precision = "fp32"
 
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        return _unused(
+            ("max_restarts", not facts.has_agent, "there is one process, and no agent to restart it"),
+            ("use_amp", self.use_amp and facts.on_cpu, "on a CPU it is slower; --precision bf16 turns it on"),
+            ("world_size", self.world_size != facts.world_size, f"the environment says {facts.world_size}"),
+            ("local_rank", self.local_rank != facts.local_rank, f"the environment says {facts.local_rank}"),
+            ("dist_url", self.dist_url != "env://", "MASTER_ADDR and MASTER_PORT of the environment are used"),
+            (
+                "nproc",
+                self.nproc not in ("auto", str(facts.world_size)),
+                f"this was started as {facts.world_size} process(es)",
+            ),
+        )
+
 
 @dataclass
 class Run:
@@ -162,7 +205,7 @@ class Run:
     save_every: str = "1000"
     """Steps between two checkpoints, or epochs (`1ep`); 0: only at the end."""
     sample_every: str = "0"
-    """Steps, or epochs, between two sets of samples, for recipes that generate; 0: only at the end."""
+    """Steps, or epochs, between two sets of samples, for recipes that generate; also at the end. 0: none at all."""
     keep: int = 3
     """How many checkpoints to keep besides the best."""
     best_metric: str = "loss"
@@ -195,6 +238,20 @@ class Run:
         for name in ("log_every", "keep"):
             check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
 
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        no_evaluation = "nothing is evaluated during training"
+        return _unused(
+            ("eval_every", not facts.has_validation_set and self.eval_every != "0", "there is no validation set"),
+            ("patience", not facts.evaluates, no_evaluation),
+            ("min_delta", not facts.evaluates, no_evaluation),
+            ("best_metric", not facts.evaluates, no_evaluation),
+            ("sample_every", not facts.generates, "this recipe generates nothing"),
+            ("wandb_project", not self.use_wandb, "use_wandb is off"),
+            ("wandb_name", not self.use_wandb, "use_wandb is off"),
+            ("logdir", not self.tensorboard, "tensorboard is off"),
+        )
+
 
 @dataclass
 class TrainConfig:
@@ -205,41 +262,7 @@ class TrainConfig:
     hardware: Hardware = field(default_factory=Hardware)
     run: Run = field(default_factory=Run)
 
-
-@dataclass
-class Request:
-    """What the user asked for: settings, the recipe's options, and which of them the user gave."""
-
-    recipe: type[Recipe]
-    train: TrainConfig
-    options: Any
-    given: frozenset[str] = frozenset()
-    smoke: int | None = None
-
-    def flat(self) -> dict[str, Any]:
-        """Every setting by flag name, as a YAML file would hold it."""
-        groups = [self.options, *(getattr(self.train, f.name) for f in dataclasses.fields(self.train))]
-        return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
-
-    def write(self, path: Path) -> None:
-        """The settings as a file that `--config` reads, without what is unset or about this start alone."""
-        this_start = {"resume", "config", "preset", "out", "nproc", "local_rank", "world_size"}
-        settings = {k: v for k, v in self.flat().items() if v is not None and k not in this_start}
-        for holds, idle in EXCLUSIVE:
-            if holds in settings:
-                settings.pop(idle, None)
-        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-        write_whole(path, yaml.safe_dump(settings, sort_keys=False))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write beside and rename: whoever reads it, or is killed, finds the old text or the new one."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text)
-    beside.replace(path)
-
-
-def newest_run(runs: Path) -> Path | None:
-    """The run under `runs` that was last worked on, of those with a checkpoint."""
-    found = [p.parent for p in runs.glob("*/checkpoints") if any(p.glob("step-*"))]
-    return max(found, key=lambda p: p.stat().st_mtime) if found else None
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        sections = (self.optim, self.hardware, self.run)
+        return {name: reason for section in sections for name, reason in section.without_effect(facts).items()}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep import Loss, Recipe, Rng
+from lockstep import Augments, Loss, Recipe, Rng, SeveralTerms
 
 
 class Points:
@@ -111,12 +111,12 @@ class WithBatchNorm(Plain):
         return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
 
 
-class Terms(Tiny):
+class Terms(Tiny, SeveralTerms):
     """Two terms, each a mean over elements of its own."""
 
     name = "terms"
 
-    def weigh(self, batch: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+    def term_counts(self, batch: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
         return {"known": batch["known"].sum(), "drawn": rng.bernoulli("drawn", 0.3, 4).sum()}
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], rng: Rng) -> Loss:
@@ -130,5 +130,14 @@ class Uneven(Labelled):
 
     name = "uneven"
 
-    def costs(self, dataset: Points) -> list[float]:
+    def sample_costs(self, dataset: Points) -> list[float]:
         return [float(i * 7919 % 31) for i in range(len(dataset))]
+
+
+class Augmented(Labelled, Augments):
+    """Items changed at random in the loader."""
+
+    name = "augmented"
+
+    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+        return {**item, "x": item["x"] + 0.01 * rng.normal("shift", 6, dtype=item["x"].dtype)[0]}

@@ -9,11 +9,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep import train, use
-from lockstep.cli import finish
-from lockstep.config import RUNS, Request, newest_run
-from lockstep.flags import parse
-from lockstep.recipe import find
+from lockstep import train
+from lockstep.cli import exit_with
+from lockstep.commands import predict, test
+from lockstep.flags import Request, parse
+from lockstep.registry import find
+from lockstep.rundir import RUNS, newest_run
 
 VisionRecipe = find("vision")
 
@@ -35,8 +36,8 @@ def run(task: str, source: str, flags: list[str]) -> int:
     best = "best" if (path / "checkpoints" / "best").exists() else "last"
     words = ["--checkpoint", best, "--nproc", hardware.nproc, "--device", hardware.device]
     if task == "test":
-        return use.test([str(path), *words])
-    return use.predict([str(path), source, *words])
+        return test.run([str(path), *words])
+    return predict.run([str(path), source, *words])
 
 
 if __name__ == "__main__":
@@ -47,4 +48,4 @@ if __name__ == "__main__":
     if known.task == "train":
         sys.argv[1:] = flags
         train(VisionRecipe)
-    finish(lambda: run(known.task, known.input, flags))
+    exit_with(lambda: run(known.task, known.input, flags))

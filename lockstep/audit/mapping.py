@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..parallel import share_batch_norm
+from ..parallel import sync_batch_norm
 from .devices import Devices, Instead, generator_on
 from .probes.patch import Function, Patches
 from .trace import Recorder, foreign
@@ -279,7 +279,7 @@ def _meet_saver(module: ModuleType, patches: Patches) -> None:
 def _convert(original: Function) -> Function:
     def convert_sync_batchnorm(kind: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
         holder = nn.Sequential(module)
-        share_batch_norm(holder)
+        sync_batch_norm(holder)
         return holder[0]
 
     return convert_sync_batchnorm

@@ -4,11 +4,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+
+from ..files import replacing
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of red, green and blue: what pretrained weights expect."""
@@ -30,6 +33,14 @@ def image_files(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(parent, n) for n in names if not n.startswith(".") and n.lower().endswith(ENDINGS)]
     return sorted(found)
+
+
+def save_image(image: Image.Image, path: Path, **options: Any) -> Path:
+    """Save in the format of the path's suffix, with the options of that format."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        image.save(temporary, Image.registered_extensions()[path.suffix.lower()], **options)
+    return path
 
 
 @contextmanager

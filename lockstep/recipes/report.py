@@ -2,14 +2,14 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from ..config import write_whole
+from ..files import replacing, write_text
 
 _MAX_NAMES = 30
 """Classes up to which their names stand beside a plot."""
@@ -20,16 +20,7 @@ _MAX_NUMBERS = 12
 def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    write_whole(path, text.getvalue())
-    return path
-
-
-def save_whole(path: Path, save: Callable[[Path], Any]) -> Path:
-    """Save under a temporary name, which keeps the ending that the format follows from, and rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name}")
-    save(temporary)
-    temporary.replace(path)
+    write_text(path, text.getvalue())
     return path
 
 
@@ -41,6 +32,12 @@ def figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
         raise ValueError("plots need matplotlib: pip install 'lockstep-train[plots]'") from None
     made = Figure(figsize=(width, height), layout="constrained", dpi=110)
     return made, made.subplots(1, columns)
+
+
+def save_figure(made: Any, path: Path) -> Path:
+    with replacing(path) as temporary:
+        made.savefig(temporary, format="png")
+    return path
 
 
 def draw_confusion(made: Any, axes: Any, matrix: Tensor, names: Sequence[str]) -> None:

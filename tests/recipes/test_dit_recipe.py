@@ -10,11 +10,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lockstep.recipe import Objective, find
+from lockstep.loss import Objective
 from lockstep.recipes.diffusion.sampling import guided
 from lockstep.recipes.dit import DiTRecipe
 from lockstep.recipes.dit.model import DiT, Size
 from lockstep.recipes.dit.recipe import DiTOptions
+from lockstep.registry import find
 from lockstep.rng import Rng
 
 SIDE = 8
@@ -135,7 +136,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_objective_compiles_as_one_graph(backend: str) -> None:
     mine, model, indices = recipe(), network(depth=1, registers=2), [1, 2, 3, 4]
-    objective = Objective(mine, model, seed=5)
+    objective = Objective(mine.loss, model, seed=5)
     batch, index = collate(mine, indices), torch.tensor(indices)
     # Without it the CPU's code generator writes the generator's shifts out again at every use, for minutes.
     options = {"realize_opcount_threshold": 8} if backend == "inductor" else None
@@ -208,11 +209,13 @@ def test_sampling_works_in_float64_without_gradients() -> None:
     assert samples.dtype == torch.float64 and not samples.requires_grad
 
 
-def test_galleries_hold_every_class_for_each_guidance() -> None:
-    assert recipe().galleries() == {name: {"n": 100, "cfg": float(name[3:])} for name in ("cfg1.0", "cfg2.5", "cfg5.0")}
+def test_sample_sets_hold_every_class_for_each_guidance() -> None:
+    assert recipe().sample_sets() == {
+        name: {"n": 100, "cfg": float(name[3:])} for name in ("cfg1.0", "cfg2.5", "cfg5.0")
+    }
     mine = recipe(sample_per_class=3)
     mine.smoke()
-    assert mine.galleries() == {"cfg5.0": {"n": 10, "cfg": 5.0}} and mine.options.sample_steps == 1
+    assert mine.sample_sets() == {"cfg5.0": {"n": 10, "cfg": 5.0}} and mine.options.sample_steps == 1
 
 
 def test_the_grid_has_one_class_per_column(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lockstep.flags import parse
-from lockstep.recipe import Objective, find
+from lockstep.loss import Objective
 from lockstep.recipes.jit import JiTRecipe
 from lockstep.recipes.jit.model import JiT, Size
 from lockstep.recipes.jit.recipe import JiTOptions
+from lockstep.registry import find
 from lockstep.rng import Rng
 
 SIDE = 8
@@ -151,7 +152,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
 @pytest.mark.slow
 def test_the_objective_compiles_as_one_graph() -> None:
     mine, model, indices = recipe(), network(), [1, 2, 3, 4]
-    objective = Objective(mine, model, seed=5)
+    objective = Objective(mine.loss, model, seed=5)
     batch, index = collate(mine, indices), torch.tensor(indices)
     torch.compiler.reset()
     try:
@@ -231,13 +232,13 @@ def test_a_sample_does_not_depend_on_its_company() -> None:
     assert max(len(z) for z, _, _ in recorder.asked) == 64
 
 
-def test_galleries_stay_small(tmp_path: Path) -> None:
-    assert recipe().galleries() == {name: {"n": 100, "cfg": float(name[3:])} for name in ("cfg1.0", "cfg2.9")}
+def test_sample_sets_stay_small(tmp_path: Path) -> None:
+    assert recipe().sample_sets() == {name: {"n": 100, "cfg": float(name[3:])} for name in ("cfg1.0", "cfg2.9")}
     for k in range(30):
         (tmp_path / f"class{k}").mkdir()
         Image.new("RGB", (9, 9)).save(tmp_path / f"class{k}" / "1.png")
     mine = recipe(data_path=str(tmp_path))
-    assert mine.classes == 30 and mine.galleries()["cfg1.0"]["n"] == 100
+    assert mine.classes == 30 and mine.sample_sets()["cfg1.0"]["n"] == 100
     model = mine.model()
     assert isinstance(model, JiT) and model.none == 30 and model.label.num_embeddings == 31
 
@@ -245,7 +246,7 @@ def test_galleries_stay_small(tmp_path: Path) -> None:
 def test_a_try_out_is_small_and_says_so() -> None:
     mine = JiTRecipe()
     mine.smoke()
-    assert mine.options.sample_steps == 1 and mine.galleries() == {"cfg2.9": {"n": 10, "cfg": 2.9}}
+    assert mine.options.sample_steps == 1 and mine.sample_sets() == {"cfg2.9": {"n": 10, "cfg": 2.9}}
     with torch.device("meta"):
         model = mine.model()
     assert isinstance(model, JiT) and len(model.blocks) == 2 and model.start == 1

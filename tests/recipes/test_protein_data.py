@@ -199,8 +199,8 @@ def test_long_chains_are_cropped_by_key_in_training_and_to_the_middle_in_evaluat
     whole = peptides("val", 1)[0]
     middle = (len(whole) - 10) // 2
     assert torch.equal(val[0]["residue"], whole.residue[middle : middle + 10])
-    assert max(mine.costs(train)) == 10
-    assert list(ProteinRecipe().costs(train))[:3] == [len(train[i]["residue"]) for i in range(3)]
+    assert max(mine.sample_costs(train)) == 10
+    assert list(ProteinRecipe().sample_costs(train))[:3] == [len(train[i]["residue"]) for i in range(3)]
     assert len(crop(item, 0, 99)["residue"]) == len(item["residue"])
 
 
@@ -220,7 +220,7 @@ def test_predictions_are_files_that_read_back(tmp_path: Path) -> None:
     small = ProteinOptions(hidden_dim=16, num_encoder_layers=1, num_decoder_layers=1, num_heads=2)
     mine = ProteinRecipe(small)
     torch.manual_seed(0)
-    model, inputs = mine.model().eval(), mine.inputs(folder)
+    model, inputs = mine.model().eval(), mine.predict_dataset(folder)
     assert inputs.files == ["deep/er/p000.pdb", "p001.cif.gz", "p001.pdb", "p002.pdb"]
     with torch.no_grad():
         answers = mine.predict_batch(model, mine.collate([inputs[i] for i in range(4)]))
@@ -246,7 +246,7 @@ def test_predictions_are_files_that_read_back(tmp_path: Path) -> None:
         first = float(path.read_text().splitlines()[1][60:66])
         assert first == pytest.approx(100 * float(answer["probability"][0]), abs=0.01)
     with pytest.raises(ValueError, match=r"holds no protein chain.*\n.*bad.pdb: holds no atoms"):
-        mine.inputs(folder / "bad.pdb")
+        mine.predict_dataset(folder / "bad.pdb")
 
 
 def _cif(path: Path) -> str:

@@ -7,14 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from engine import trainer_for
 from multi.test_launch import ROOT, environment
 
 from lockstep import use
 from lockstep.distributed import World
 from lockstep.flags import parse
-from lockstep.recipe import find
-from lockstep.run import settle
-from lockstep.trainer import Trainer
+from lockstep.registry import find
 
 GOLDEN = ROOT / "tests/golden/vision.json"
 FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -28,7 +27,7 @@ RUNS = {
 def train(folder: Path, *flags: str) -> list[dict[str, float]]:
     """The lines of metrics.jsonl."""
     request = parse(find("vision"), [*flags, "--device", "cpu", "--no_tensorboard", "--out", str(folder)], "test")
-    Trainer(request, World(), settle(request, World())).fit()
+    trainer_for(request, World()).fit()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -181,5 +181,5 @@ def test_begin_loads_what_the_flag_names(tmp_path: Path) -> None:
     torch.manual_seed(3)
     torch.save(recipe.model().state_dict(), tmp_path / "w.pth")
     model = recipe.model()
-    assert "pretrained: " in (recipe.begin(model) or "")
-    assert VisionRecipe(VisionOptions(width=2, img_size=16)).begin(model) is None
+    assert "pretrained: " in (recipe.load_pretrained(model) or "")
+    assert VisionRecipe(VisionOptions(width=2, img_size=16)).load_pretrained(model) is None

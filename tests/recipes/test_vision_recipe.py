@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,18 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lockstep import evaluate
 from lockstep.distributed import World
+from lockstep.evaluate import Evaluator
 from lockstep.flags import parse
+from lockstep.loss import Objective
 from lockstep.precision import choose
-from lockstep.recipe import Objective, find
 from lockstep.recipes.confusion import class_mean, confusion_matrix, per_class
 from lockstep.recipes.pixels import normalise
 from lockstep.recipes.vision import VisionRecipe
 from lockstep.recipes.vision.losses import soft_dice
 from lockstep.recipes.vision.recipe import VisionOptions, translate
 from lockstep.recipes.vision.report import palette
+from lockstep.registry import find
 from lockstep.rng import Rng
 
 SIDE = 16
@@ -209,7 +211,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(model: str) -> None:
 @pytest.mark.parametrize("model", ["resnet18", "unet"])
 def test_the_objective_compiles_as_one_graph(model: str) -> None:
     mine, indices = recipe(model=model), [1, 2, 3, 4]
-    objective = Objective(mine, mine.model().eval(), seed=5)
+    objective = Objective(mine.loss, mine.model().eval(), seed=5)
     objective.model.training = True  # variation on, norms as they are
     batch, index = collate(mine, indices), torch.tensor(indices)
     torch.compiler.reset()
@@ -273,7 +275,7 @@ def test_evaluation_does_not_depend_on_the_batch(model: str) -> None:
     torch.manual_seed(0)
     network, world = mine.model(), World()
     results = [
-        evaluate.evaluate(mine, network, mine.dataset("test"), world, size, torch.no_grad(), 0) for size in (40, 7)
+        Evaluator(mine, network, world, nullcontext(), 0).evaluate(mine.dataset("test"), size) for size in (40, 7)
     ]
     assert torch.equal(results[0][1]["confusion"], results[1][1]["confusion"])
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
@@ -291,8 +293,8 @@ def write_inputs(folder: Path, count: int = 11) -> Path:
 
 
 def predicted(mine: VisionRecipe, network: nn.Module, folder: Path, size: int, out: Path) -> list[list[str]]:
-    data = mine.inputs(folder)
-    made = evaluate.predict(mine, network, data, World(), size, torch.no_grad())
+    data = mine.predict_dataset(folder)
+    made = Evaluator(mine, network, World(), nullcontext(), 0).predict(data, size)
     out.mkdir()
     best, *_ = mine.save_predictions(made, data, out)
     return list(csv.reader(best.read_text().splitlines()))
@@ -310,7 +312,7 @@ def test_predictions_keep_the_order_of_the_input(tmp_path: Path) -> None:
         assert [row[:2] for row in rows] == [row[:2] for row in tables[0][1:]]
         assert [float(row[2]) for row in rows] == pytest.approx([float(row[2]) for row in tables[0][1:]], abs=2e-6)
     for name, label, probability in tables[0][1:]:
-        alone = network(normalise(mine.inputs(folder / name)[0]["image"][None])).softmax(1)[0]
+        alone = network(normalise(mine.predict_dataset(folder / name)[0]["image"][None])).softmax(1)[0]
         assert label == mine.names[int(alone.argmax())] and float(probability) == pytest.approx(
             float(alone.max()), abs=2e-6
         )
@@ -341,9 +343,8 @@ def test_a_test_writes_tables_and_plots(tmp_path: Path, model: str) -> None:
     pytest.importorskip("matplotlib")
     mine = recipe(model=model)
     torch.manual_seed(0)
-    values, sums = evaluate.evaluate(
-        mine, mine.model(), mine.dataset("test"), World(), 16, torch.no_grad(), 0, of_batch=mine.test_batch
-    )
+    evaluator = Evaluator(mine, mine.model(), World(), nullcontext(), 0)
+    values, sums = evaluator.evaluate(mine.dataset("test"), 16, testing=True)
     made = mine.save_test(sums, values, tmp_path)
     assert all(path.stat().st_size for path in made) and not list(tmp_path.glob(".*"))
     table = list(csv.DictReader((tmp_path / "per_class.csv").read_text().splitlines()))

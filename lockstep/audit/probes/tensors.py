@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...watch.ledger import GAMMA, mixed
+from ...hashing import GOLDEN_GAMMA, mix_array
 from ..trace import packed
 
 Words = NDArray[np.uint64]
@@ -114,7 +114,7 @@ def _whole(rows: NDArray[Any], which: Places | None) -> Words:
         np.not_equal(flat[1:], flat[:-1], out=new[1:])
         new[begins] = True
         places = np.flatnonzero(new)
-        mixes = mixed(flat[places] + (places % words.shape[1]).astype(np.uint64) * GAMMA)
+        mixes = mix_array(flat[places] + (places % words.shape[1]).astype(np.uint64) * np.uint64(GOLDEN_GAMMA))
         found[i : i + step] = np.add.reduceat(mixes, np.searchsorted(places, begins))
     return found
 
@@ -138,9 +138,9 @@ def _spread(count: int, runs: int) -> Places:
 
 def _sums(words: Words) -> Words:
     """A number for each row of words. They are mixed one by one: signs that change together must be heard."""
-    return mixed(words + _places(words.shape[1])).sum(1)
+    return mix_array(words + _places(words.shape[1])).sum(1)
 
 
 @lru_cache(maxsize=64)
 def _places(count: int) -> Words:
-    return np.arange(count, dtype=np.uint64) * GAMMA
+    return np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA)

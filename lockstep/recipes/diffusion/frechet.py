@@ -5,7 +5,6 @@ compares runs with one another and must not be compared with published FIDs.
 """
 
 import hashlib
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ...recipe import Sums, Total
+from ...files import replacing
+from ...recipe import SumOverRanks, Sums
 from ...rng import Rng
 from ..images import Images
 from .features import EfficientNetLite0, Inception
@@ -58,12 +58,12 @@ class Distance:
     def name(self) -> str:
         return str(self.network.name)
 
-    def __call__(self, total: Total, count: int, batch: int, generate: Callable[[range, Rng], Tensor], cache: Path) -> float:  # fmt: skip  # noqa: E501
+    def __call__(self, sum_over_ranks: SumOverRanks, count: int, batch: int, generate: Callable[[range, Rng], Tensor], cache: Path) -> float:  # fmt: skip  # noqa: E501
         """`generate(numbers, rng)` makes images (n, 3, S, S) with values 0 … 1."""
-        real = self._reference(total, cache / f"{self.name}-{fingerprint(self.images)}.safetensors")
+        real = self._reference(sum_over_ranks, cache / f"{self.name}-{fingerprint(self.images)}.safetensors")
         # Rounded to 8 bits, as in an image file.
         generated = moments(
-            total(count, batch, lambda n, rng: self._sums((generate(n, rng) * 255 + 0.5).to(torch.uint8)))
+            sum_over_ranks(count, batch, lambda n, rng: self._sums((generate(n, rng) * 255 + 0.5).to(torch.uint8)))
         )
         return distance(*generated, *moments(real))
 
@@ -71,14 +71,14 @@ class Distance:
         with torch.autocast(self.device.type, enabled=False):
             return feature_sums(self.network(images.to(self.device)))
 
-    def _reference(self, total: Total, file: Path) -> dict[str, Tensor]:
+    def _reference(self, sum_over_ranks: SumOverRanks, file: Path) -> dict[str, Tensor]:
         """Sums over the real images. A total over a single number is rank 0's: it alone reads and writes the file."""
-        if cached := total(1, 1, lambda *_: _read(file)):
+        if cached := sum_over_ranks(1, 1, lambda *_: _read(file)):
             return cached
-        real = total(
+        real = sum_over_ranks(
             len(self.images), _REAL_BATCH, lambda n, _: self._sums(torch.stack([self.images[i]["image"] for i in n]))
         )
-        total(1, 1, lambda *_: _write(real, file))
+        sum_over_ranks(1, 1, lambda *_: _write(real, file))
         return real
 
 
@@ -91,9 +91,8 @@ def _read(file: Path) -> Sums:
 def _write(sums: dict[str, Tensor], file: Path) -> Sums:
     with suppress(OSError):  # without a cache it is computed again
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f".{uuid.uuid4().hex}.tmp")
-        safetensors.torch.save_file({name: value.contiguous() for name, value in sums.items()}, beside)
-        beside.replace(file)
+        with replacing(file) as temporary:
+            safetensors.torch.save_file({name: value.contiguous() for name, value in sums.items()}, temporary)
     return {}
 
 

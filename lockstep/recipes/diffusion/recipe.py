@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import check
-from ...recipe import Batch, Recipe, Split
+from ...recipe import Batch, Describes, EmbedsData, Generates, Recipe, Split
 from ...rng import Rng
 from ..images import Images, describe
 from . import grids
@@ -59,7 +59,7 @@ class DiffusionOptions:
             check(math.isfinite(cfg) and cfg >= 0, "sample_cfg is 0 or more", cfg, "1 is no guidance")
 
 
-class DiffusionRecipe(Recipe):
+class DiffusionRecipe(Recipe, Generates, EmbedsData, Describes):
     """What `dit` and `jit` share."""
 
     options: DiffusionOptions
@@ -112,7 +112,14 @@ class DiffusionRecipe(Recipe):
             label = torch.where(rng.bernoulli("drop_label", self.options.label_dropout), self.classes, label)
         return x, label
 
-    def galleries(self) -> dict[str, dict[str, Any]]:
+    def smoke(self) -> None:
+        """Two blocks show what twelve do, and several ranks share one machine's memory."""
+        self.options.depth = min(_SMOKE_DEPTH, self.options.depth or self.size.depth)
+        self.options.sample_steps = 1
+        self.options.sample_per_class = 1
+        self.options.sample_cfg = self.options.sample_cfg[-1:]
+
+    def sample_sets(self) -> dict[str, dict[str, Any]]:
         n = self.options.sample_per_class * self.classes
         n = n if self.max_samples is None else min(n, self.max_samples)
         return {f"cfg{float(cfg)}": {"n": n, "cfg": float(cfg)} for cfg in self.options.sample_cfg}
@@ -144,16 +151,9 @@ class DiffusionRecipe(Recipe):
         """Write a grid as PNG, one class per column, and the trajectory as GIF."""
         return grids.save(samples, self.classes, path)
 
-    def describe_data(self, split: Split) -> str:
-        images = self.dataset(split)
-        return "" if images is None else describe(images)
-
     def describe_model(self, model: nn.Module) -> str:
         return f"{self.options.model}, {self.options.depth or self.size.depth} of {self.size.depth} blocks"
 
-    def smoke(self) -> None:
-        """Two blocks show what twelve do, and several ranks share one machine's memory."""
-        self.options.depth = min(_SMOKE_DEPTH, self.options.depth or self.size.depth)
-        self.options.sample_steps = 1
-        self.options.sample_per_class = 1
-        self.options.sample_cfg = self.options.sample_cfg[-1:]
+    def describe_data(self, split: Split) -> str:
+        images = self.dataset(split)
+        return "" if images is None else describe(images)

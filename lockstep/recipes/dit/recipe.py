@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import check
-from ...recipe import Batch, Loss, Split, Total
+from ...recipe import Batch, Loss, Scores, Split, SumOverRanks
 from ...rng import Rng
 from .. import images
 from ..diffusion import frechet
@@ -60,7 +60,7 @@ class DiTOptions(DiffusionOptions):
         check(found, "fid_weights is a file", f"{self.fid_weights}, which does not exist", "correct it or leave it out")
 
 
-class DiTRecipe(DiffusionRecipe):
+class DiTRecipe(DiffusionRecipe, Scores):
     """Diffusion transformer with register tokens, trained by rectified flow."""
 
     Options: ClassVar[type] = DiTOptions
@@ -94,7 +94,7 @@ class DiTRecipe(DiffusionRecipe):
             "log_every": 10,
             "eval_every": 600,
             "save_every": 600,
-            "sample_every": 0,
+            "sample_every": 1_200,
             "sample_cfg": [2.5],
             "sample_per_class": 10,
             "sample_steps": 25,
@@ -129,6 +129,10 @@ class DiTRecipe(DiffusionRecipe):
         error = (velocity.to(target.dtype) - target).square()
         return Loss(total=error.sum(), weight=error.numel())
 
+    def smoke(self) -> None:
+        super().smoke()
+        self.options.fid_every = 0
+
     def velocity(self, model: nn.Module, x: Tensor, progress: float, label: Tensor, cfg: float) -> Tensor:
         """The model's velocity points from image to noise. At t = 0, the end, it is never evaluated."""
         return -guided(model, x, 1 - progress, label, self.classes, cfg)
@@ -149,7 +153,9 @@ class DiTRecipe(DiffusionRecipe):
     def score_every(self) -> int:
         return self.options.fid_every
 
-    def score(self, model: nn.Module, total: Total, folder: Path) -> tuple[dict[str, float], str | None]:
+    def score(
+        self, model: nn.Module, sum_over_ranks: SumOverRanks, folder: Path
+    ) -> tuple[dict[str, float], str | None]:
         """The Fréchet distance of samples to the training set, whose statistics are cached beside the data."""
         options, device = self.options, next(model.parameters()).device
         try:
@@ -162,11 +168,7 @@ class DiTRecipe(DiffusionRecipe):
             return self.trajectory(model, index, rng, options.fid_cfg, options.fid_steps, frames=1)[:, 0]
 
         cache = (Path(options.data_path) if options.data_path else folder) / ".lockstep"
-        return {distance.name: distance(total, options.fid_samples, 4 * CHUNK, generate, cache)}, None
+        return {distance.name: distance(sum_over_ranks, options.fid_samples, 4 * CHUNK, generate, cache)}, None
 
     def write_data(self, folder: Path) -> str:
         return images.write_folder(folder, _EMBEDDED, self.options.img_size)
-
-    def smoke(self) -> None:
-        super().smoke()
-        self.options.fid_every = 0

@@ -110,7 +110,7 @@ class JiTRecipe(DiffusionRecipe):
             "log_every": 10,
             "eval_every": 750,
             "save_every": 750,
-            "sample_every": 0,
+            "sample_every": 1_500,
             "sample_cfg": [2.0],
             "sample_per_class": 10,
             "sample_steps": 10,

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from ...files import replacing, write_text
 from . import structures
 from .chain import ITEM
 
@@ -90,9 +90,9 @@ class Library:
             entries[name] = self._parse(files[name])
         if entries != known:
             text = json.dumps({name: asdict(entries[name]) for name in sorted(entries)}, indent=0)
-            _write_atomically(index, lambda path: path.write_text(text))
+            write_text(index, text)
             skipped = "".join(f"{name}: {entry.why}\n" for name, entry in sorted(entries.items()) if entry.why)
-            _write_atomically(self.list_of_skipped, lambda path: path.write_text(skipped))
+            write_text(self.list_of_skipped, skipped)
         return entries
 
     def _holds(self, file: Path, entry: Entry) -> bool:
@@ -121,7 +121,8 @@ class Library:
         tensors = {f"{k}.{name}": getattr(c, name).contiguous() for k, c in enumerate(chains) for name in ITEM}
         lengths = tuple(len(chain) for chain in chains)
         listed = {"lengths": json.dumps(lengths)}
-        _write_atomically(parsed, lambda path: safetensors.torch.save_file(tensors, path, listed))
+        with replacing(parsed) as temporary:
+            safetensors.torch.save_file(tensors, temporary, listed)
         return Entry(*stamp, lengths)
 
     def load(self, i: int) -> dict[str, Tensor]:
@@ -187,13 +188,3 @@ def _read_index(path: Path) -> dict[str, Entry]:
         return {name: Entry(**{**e, "lengths": tuple(e["lengths"])}) for name, e in listed.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-
-
-def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write under a name that no other process has, then rename."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

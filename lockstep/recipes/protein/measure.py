@@ -24,7 +24,7 @@ def fragment_counts(logits: Tensor, slots: Tensor, loss_mask: Tensor) -> Sums:
     right = (logits.argmax(-1) == slots) & loss_mask
     return {
         "fragment hits": count_by(slots, len(TOKENS), right),
-        "fragments": count_by(slots, len(TOKENS), loss_mask),
+        "fragment count": count_by(slots, len(TOKENS), loss_mask),
     }
 
 
@@ -36,7 +36,7 @@ def torsion_counts(logits: Tensor, chi: Tensor, has_chi: Tensor, symmetric: Tens
     return {
         "torsion error": count_by(number, TORSIONS, thousandths),
         "torsion hits": count_by(number, TORSIONS, (error <= NEAR) & has_chi),
-        "torsions": count_by(number, TORSIONS, has_chi),
+        "torsion count": count_by(number, TORSIONS, has_chi),
     }
 
 
@@ -55,11 +55,11 @@ def residue_scores(logits: Tensor) -> Tensor:
 
 
 def fragment_values(sums: dict[str, Tensor], prefix: str = "") -> dict[str, float]:
-    return {"fragment_accuracy": _ratio(sums[prefix + "fragment hits"], sums[prefix + "fragments"])}
+    return {"fragment_accuracy": _ratio(sums[prefix + "fragment hits"], sums[prefix + "fragment count"])}
 
 
 def torsion_values(sums: dict[str, Tensor], prefix: str = "") -> dict[str, float]:
-    count = sums[prefix + "torsions"]
+    count = sums[prefix + "torsion count"]
     return {
         "torsion_error": _ratio(sums[prefix + "torsion error"], count) / UNITS,
         "torsion_within_20": _ratio(sums[prefix + "torsion hits"], count),

@@ -13,7 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from ...config import check
-from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...recipe import (
+    Augments,
+    Batch,
+    Describes,
+    EmbedsData,
+    Loss,
+    Predicts,
+    Recipe,
+    SeveralTerms,
+    Split,
+    Sums,
+    Tests,
+    loss_means,
+    loss_sums,
+)
 from ...rng import Rng
 from ..confusion import accuracy, confusion_matrix
 from . import chain, data, geometry, measure, results
@@ -82,7 +96,7 @@ class ProteinOptions:
         check(self.torsion_weight >= 0, "torsion_weight is 0 or more", self.torsion_weight, "1 is usual")
 
 
-class ProteinRecipe(Recipe):
+class ProteinRecipe(Recipe, Augments, SeveralTerms, Tests, Predicts, EmbedsData, Describes):
     """Side-chain fragments and torsions from backbone geometry, by masking."""
 
     Options: ClassVar[type] = ProteinOptions
@@ -125,6 +139,11 @@ class ProteinRecipe(Recipe):
         self._datasets: dict[Split, data.Chains | None] = {}
         self._library: Library | None = None
 
+    def model(self) -> nn.Module:
+        o = self.options
+        layers = o.num_encoder_layers, o.num_decoder_layers
+        return SideChains(Size(o.hidden_dim, *layers, o.num_heads, o.num_neighbors, o.dropout))
+
     def dataset(self, split: Split) -> data.Chains | None:
         if split not in self._datasets:
             self._datasets[split] = self._load(split)
@@ -139,49 +158,15 @@ class ProteinRecipe(Recipe):
             found = data.library_split(self._library, split, options.val_share, options.test_share)
         return found if found is None or split == "train" else data.CentreCropped(found, options.max_length)
 
-    def describe_data(self, split: Split) -> str:
-        found = self.dataset(split)
-        return "" if found is None else f"{found.source}, {len(found):,} chains, {sum(found.lengths):,} residues"
-
-    def costs(self, dataset: data.Chains) -> Sequence[float]:
-        return data.lengths_of(dataset, self.options.max_length)
-
-    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
-        """Crop a chain that is too long at random."""
-        spare = len(item["residue"]) - self.options.max_length
-        if spare <= 0:
-            return item
-        return chain.crop(item, int(rng.integers("crop", spare + 1)), self.options.max_length)
-
-    def collate(self, items: list[Any]) -> Batch:
-        batch = chain.pad(items, UNKNOWN)
-        return batch | {"slots": slot_table()[batch["residue"]], "symmetric": symmetry_table()[batch["residue"]]}
-
-    def model(self) -> nn.Module:
-        o = self.options
-        layers = o.num_encoder_layers, o.num_decoder_layers
-        return SideChains(Size(o.hidden_dim, *layers, o.num_heads, o.num_neighbors, o.dropout))
-
-    def describe_model(self, model: nn.Module) -> str:
-        o = self.options
-        return (
-            f"{o.num_encoder_layers} message-passing layers over {o.num_neighbors} neighbours,"
-            f" {o.num_decoder_layers} transformer layers with {o.num_heads} heads, width {o.hidden_dim}"
-        )
+    def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
+        masked = self._mask(batch, rng, self.options.backbone_only)
+        fragments, torsions = self._logits(model, batch, masked.tokens)
+        return Loss.of_terms(**self._terms(fragments, torsions, batch, masked.loss_mask))
 
     def _mask(self, batch: Batch, rng: Rng, backbone_only: float) -> Masked:
         o = self.options
         masking = Masking(o.masking_strategy, o.mask_ratio, o.block_size, backbone_only)
         return mask_slots(batch["slots"], batch["present"][..., 1], rng, masking, o.max_length)
-
-    def weigh(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
-        loss_mask = self._mask(batch, rng, self.options.backbone_only).loss_mask
-        return {"fragments": loss_mask.sum(), "torsions": batch["has_chi"].sum()}
-
-    def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
-        masked = self._mask(batch, rng, self.options.backbone_only)
-        fragments, torsions = self._logits(model, batch, masked.tokens)
-        return Loss.of_terms(**self._terms(fragments, torsions, batch, masked.loss_mask))
 
     def _logits(self, model: nn.Module, batch: Batch, slots: Tensor) -> tuple[Tensor, Tensor]:
         fragments, torsions = model(batch["backbone"], batch["present"], batch["linked"], slots)
@@ -203,6 +188,23 @@ class ProteinRecipe(Recipe):
             "torsions": -self.options.torsion_weight * (bins * batch["has_chi"]).sum(),
         }
 
+    def collate(self, items: list[Any]) -> Batch:
+        batch = chain.pad(items, UNKNOWN)
+        return batch | {"slots": slot_table()[batch["residue"]], "symmetric": symmetry_table()[batch["residue"]]}
+
+    def sample_costs(self, dataset: data.Chains) -> Sequence[float]:
+        return data.lengths_of(dataset, self.options.max_length)
+
+    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+        """Crop a chain that is too long at random."""
+        spare = len(item["residue"]) - self.options.max_length
+        if spare <= 0:
+            return item
+        return chain.crop(item, int(rng.integers("crop", spare + 1)), self.options.max_length)
+
+    def term_counts(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
+        return _counts(batch, self._mask(batch, rng, self.options.backbone_only))
+
     def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         """Predict twice: with fragments masked as in training, and from the backbone alone."""
         sums: dict[str, Any] = {}
@@ -210,8 +212,7 @@ class ProteinRecipe(Recipe):
             masked = self._mask(part, Rng(keys), backbone_only=0.0)
             fragments, torsions = self._logits(model, part, masked.tokens)
             terms = self._terms(fragments, torsions, part, masked.loss_mask)
-            counted: Sums = {f"total {name}": value.double() for name, value in terms.items()}
-            counted |= {"weight fragments": masked.loss_mask.sum(), "weight torsions": part["has_chi"].sum()}
+            counted = loss_sums(Loss.of_terms(**terms), _counts(part, masked))
             counted |= measure.fragment_counts(fragments, part["slots"], masked.loss_mask)
             counted |= measure.torsion_counts(torsions, part["chi"], part["has_chi"], part["symmetric"])
             for name, value in (counted | self._from_backbone(model, part)).items():
@@ -228,7 +229,7 @@ class ProteinRecipe(Recipe):
         return {f"backbone {name}": value for name, value in sums.items()}
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        values = super().metrics({k: v for k, v in sums.items() if k.startswith(("total ", "weight "))})
+        values = loss_means({name: sums[name] for name in ("fragments", "torsions")})
         for prefix in ("", "backbone "):
             measured = measure.fragment_values(sums, prefix) | measure.torsion_values(sums, prefix)
             values |= {prefix.replace(" ", "_") + name: value for name, value in measured.items()}
@@ -237,7 +238,7 @@ class ProteinRecipe(Recipe):
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
         return results.save_test(sums, folder)
 
-    def inputs(self, path: Path) -> data.Inputs:
+    def predict_dataset(self, path: Path) -> data.Inputs:
         return data.Inputs(path)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -265,6 +266,22 @@ class ProteinRecipe(Recipe):
         for made in peptides("train", _EMBEDDED):
             write([made], [torch.zeros(len(made), results.ATOMS)], folder / f"{made.name}.pdb")
         return f"{_EMBEDDED} peptides of ideal geometry as PDB files in {folder}; train with --pdb_path {folder}"
+
+    def describe_model(self, model: nn.Module) -> str:
+        o = self.options
+        return (
+            f"{o.num_encoder_layers} message-passing layers over {o.num_neighbors} neighbours,"
+            f" {o.num_decoder_layers} transformer layers with {o.num_heads} heads, width {o.hidden_dim}"
+        )
+
+    def describe_data(self, split: Split) -> str:
+        found = self.dataset(split)
+        return "" if found is None else f"{found.source}, {len(found):,} chains, {sum(found.lengths):,} residues"
+
+
+def _counts(batch: Batch, masked: Masked) -> dict[str, Tensor]:
+    """Return what each term of the loss is a mean over: masked tokens and measured torsions."""
+    return {"fragments": masked.loss_mask.sum(), "torsions": batch["has_chi"].sum()}
 
 
 def _chunks(batch: Batch, keys: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import write_whole
-from ..report import draw_confusion, figure, save_whole, write_table
+from ...files import write_text
+from ..report import draw_confusion, figure, save_figure, write_table
 from .build import SIDE_ATOMS, build_side_chains
 from .chain import Chain
 from .chemistry import BACKBONE, FRAGMENTS, RESIDUES, SIDE_CHAINS, SPECIAL, TOKENS, TORSIONS, UNKNOWN, torsion_table
@@ -42,7 +42,7 @@ def save_test(sums: dict[str, Tensor], folder: Path) -> list[Path]:
     picture, axes = figure(7.2, 6.4)
     draw_confusion(picture, axes, confusion, RESIDUES)
     axes.set(xlabel="predicted from the backbone", ylabel="given", title="")
-    return [*made, save_whole(folder / "residues.png", picture.savefig)]
+    return [*made, save_figure(picture, folder / "residues.png")]
 
 
 _CONDITIONS = {"masked": "", "from backbone": "backbone "}
@@ -57,7 +57,7 @@ def _fragment_rows(sums: dict[str, Tensor]) -> Iterator[list[Any]]:
     for token in range(SPECIAL - 1, len(TOKENS)):
         row: list[Any] = [TOKENS[token]]
         for prefix in _CONDITIONS.values():
-            row += _fraction(sums[prefix + "fragment hits"][token], sums[prefix + "fragments"][token])
+            row += _fraction(sums[prefix + "fragment hits"][token], sums[prefix + "fragment count"][token])
         yield row
 
 
@@ -65,7 +65,7 @@ def _torsion_rows(sums: dict[str, Tensor]) -> Iterator[list[Any]]:
     for k in range(TORSIONS):
         row: list[Any] = [f"chi{k + 1}"]
         for prefix in _CONDITIONS.values():
-            count = sums[prefix + "torsions"][k]
+            count = sums[prefix + "torsion count"][k]
             error = int(sums[prefix + "torsion error"][k]) / UNITS / max(1, int(count))
             row += [int(count), f"{error:.3f}", _fraction(sums[prefix + "torsion hits"][k], count)[1]]
         yield row
@@ -98,7 +98,7 @@ def save_predictions(predictions: list[Any], dataset: Inputs, folder: Path) -> l
     table = write_table(folder / "predictions.csv", header, rows)
     if dataset.skipped:
         skipped = folder / "skipped.txt"
-        write_whole(skipped, "".join(f"{name}: {why}\n" for name, why in dataset.skipped.items()))
+        write_text(skipped, "".join(f"{name}: {why}\n" for name, why in dataset.skipped.items()))
         made.append(skipped)
     return [table, *made]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import write_whole
+from ...files import write_text
 from .build import SIDE_ATOMS
 from .chain import Chain
 from .chemistry import BACKBONE, CHI_ATOMS, RESIDUES, SIDE_CHAINS, TORSIONS, UNKNOWN
@@ -169,7 +169,7 @@ def write(chains: Sequence[Chain], values: Sequence[Tensor], path: Path) -> None
     letters = _letters([chain.name for chain in chains])
     for letter, chain, column in zip(letters, chains, values, strict=True):
         lines += _lines(chain, letter, column, len(lines) + 1)
-    write_whole(path, "\n".join([*lines, "END", ""]))
+    write_text(path, "\n".join([*lines, "END", ""]))
 
 
 def _letters(names: list[str]) -> list[str]:

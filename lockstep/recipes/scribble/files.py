@@ -8,8 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..confusion import IGNORE
-from ..pixels import opened, pixels_of, to_picture, voc_palette
-from ..report import save_whole
+from ..pixels import opened, pixels_of, save_image, to_picture, voc_palette
 
 
 def read_image(file: Path) -> Tensor:
@@ -35,8 +34,8 @@ def read_map(file: Path, classes: int | None = None) -> Tensor:
 
 
 def write_image(image: Tensor, file: Path) -> None:
-    """Write (3, H, W) uint8 in the format of the file's ending."""
-    _save(to_picture(image), file)
+    """Write (3, H, W) uint8 as JPEG."""
+    save_image(to_picture(image), file, quality=95, subsampling=0)
 
 
 def write_map(values: Tensor, file: Path, coloured: bool = True) -> None:
@@ -44,8 +43,4 @@ def write_map(values: Tensor, file: Path, coloured: bool = True) -> None:
     image = Image.fromarray(values.numpy())
     if coloured:
         image.putpalette(voc_palette().tobytes())
-    _save(image, file)
-
-
-def _save(image: Image.Image, file: Path) -> None:
-    save_whole(file, lambda path: image.save(path, quality=95, subsampling=0))  # options that only JPEG has
+    save_image(image, file)

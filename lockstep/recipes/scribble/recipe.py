@@ -18,7 +18,20 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ...config import check
-from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...recipe import (
+    Augments,
+    Batch,
+    Describes,
+    EmbedsData,
+    Loss,
+    Predicts,
+    Pretrained,
+    Recipe,
+    SeveralTerms,
+    Split,
+    Sums,
+    Tests,
+)
 from ...rng import Rng
 from ..confusion import accuracy, class_mean, confusion_matrix, per_class
 from ..pixels import normalise
@@ -95,7 +108,7 @@ class ScribbleOptions:
         check(positive, "test_scales are one or more factors above 0", self.test_scales, "1.0 will do")
 
 
-class ScribbleRecipe(Recipe):
+class ScribbleRecipe(Recipe, Augments, SeveralTerms, Pretrained, Tests, Predicts, EmbedsData, Describes):
     """Semantic segmentation from scribbles and pseudo labels."""
 
     Options: ClassVar[type] = ScribbleOptions
@@ -146,21 +159,14 @@ class ScribbleRecipe(Recipe):
         self._sources: dict[Split, data.Source] = {}
         self._names: tuple[str, ...] | None = None
 
-    # Data
+    @property
+    def names(self) -> tuple[str, ...]:
+        if self._names is None:
+            self._names = data.class_names(self.options.data_path, self.options.num_classes)
+        return self._names
 
-    def _source(self, split: Split) -> data.Source:
-        o = self.options
-        if split not in self._sources:
-            folders = dict(
-                zip(data.TRAINING, (o.scribbles, o.pseudo_labels, o.distancemap_s, o.distancemap_c), strict=True)
-            )
-            if o.data_path is None:
-                self._sources[split] = Scenes(split, o.crop_size)
-            else:
-                root = Path(o.data_path).expanduser()
-                listed: Split = "val" if split == "test" and data.list_file(root, "test") is None else split
-                self._sources[split] = data.VocFolder(root, listed, o.num_classes, folders)
-        return self._sources[split]
+    def model(self) -> Segmenter:
+        return build(self.options.model_type, self.options.layers, self.options.num_classes)
 
     def dataset(self, split: Split) -> data.Source:
         """Training scenes before `augment`; centre crops for validation, full images for a test."""
@@ -170,43 +176,19 @@ class ScribbleRecipe(Recipe):
             return data.TrainingScenes(source)
         return data.LabelledScenes(source, self.options.crop_size if split == "val" else None)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        if self._names is None:
-            self._names = data.class_names(self.options.data_path, self.options.num_classes)
-        return self._names
+    def _source(self, split: Split) -> data.Source:
+        if split not in self._sources:
+            self._sources[split] = self._load(split)
+        return self._sources[split]
 
-    def describe_data(self, split: Split) -> str:
-        source = self._source(split)
-        return f"{source.source}, {len(source):,} for {split}"
-
-    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+    def _load(self, split: Split) -> data.Source:
         o = self.options
-        return augment(item, rng, Augmentation(o.crop_size, o.scale, o.rotate, o.flip, o.blur))
-
-    def collate(self, items: list[dict[str, Tensor]]) -> Batch:
-        return default_collate(data.pad_together(items))
-
-    def write_data(self, folder: Path) -> str:
-        return data.write(folder, self.options.crop_size)
-
-    # Model and loss
-
-    def model(self) -> Segmenter:
-        return build(self.options.model_type, self.options.layers, self.options.num_classes)
-
-    def begin(self, model: nn.Module) -> str | None:
-        assert isinstance(model, Segmenter)
-        if self.options.model_path is None:
-            return "the ResNet starts from scratch; --model_path loads ImageNet weights"
-        load_backbone(model, self.options.model_path)
-        return f"the ResNet starts from {self.options.model_path}"
-
-    def describe_model(self, model: nn.Module) -> str:
-        assert isinstance(model, Segmenter)
-        lorm = 0 if model.lorm is None else sum(p.numel() for p in model.lorm.parameters())
-        note = f", {lorm / 1e6:.2f} M of it LoRM for training" if lorm else ""
-        return f"{self.options.model_type} on ResNet-{self.options.layers}, {self.options.num_classes} classes{note}"
+        if o.data_path is None:
+            return Scenes(split, o.crop_size)
+        root = Path(o.data_path).expanduser()
+        listed: Split = "val" if split == "test" and data.list_file(root, "test") is None else split
+        folders = (o.scribbles, o.pseudo_labels, o.distancemap_s, o.distancemap_c)
+        return data.VocFolder(root, listed, o.num_classes, dict(zip(data.TRAINING, folders, strict=True)))
 
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
         o = self.options
@@ -224,7 +206,19 @@ class ScribbleRecipe(Recipe):
             terms["lorm"] = o.l_lorm * model.lorm(stages[-1], pseudo)  # type: ignore[operator]
         return Loss.of_terms(**terms)
 
-    def weigh(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
+    def collate(self, items: list[dict[str, Tensor]]) -> Batch:
+        return default_collate(data.pad_together(items))
+
+    def smoke(self) -> None:
+        self.options.crop_size = min(self.options.crop_size, _SMOKE_CROP)
+        self.options.test_scales = (1.0,)
+        self.options.base_size = min(self.options.base_size, _SMOKE_CROP)
+
+    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+        o = self.options
+        return augment(item, rng, Augmentation(o.crop_size, o.scale, o.rotate, o.flip, o.blur))
+
+    def term_counts(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
         """Count what each term is a mean over: labelled pixels, pixels near a label, foreground positions."""
         pseudo = batch["pseudo"]
         counts = {
@@ -237,17 +231,16 @@ class ScribbleRecipe(Recipe):
             counts["lorm"] = foreground(nearest(pseudo, feature_size(*pseudo.shape[1:]))).sum()
         return counts
 
-    # Evaluation
+    def load_pretrained(self, model: nn.Module) -> str | None:
+        assert isinstance(model, Segmenter)
+        if self.options.model_path is None:
+            return "the ResNet starts from scratch; --model_path loads ImageNet weights"
+        load_backbone(model, self.options.model_path)
+        return f"the ResNet starts from {self.options.model_path}"
 
     def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         predicted = model(normalise(batch["image"])).argmax(1)
         return {"confusion": confusion_matrix(predicted, batch["label"], self.options.num_classes)}
-
-    def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
-        pairs = zip(batch["label"], self.predict_batch(model, batch), strict=True)
-        classes = self.options.num_classes
-        parts = [confusion_matrix(p, label[: p.shape[0], : p.shape[1]], classes) for label, p in pairs]
-        return {"confusion": torch.stack(parts).sum(0)}
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Mean IoU over the classes that occur or are predicted, pixel accuracy, and the IoU of each class."""
@@ -256,12 +249,16 @@ class ScribbleRecipe(Recipe):
         present = {f"iou/{name}": v for name, v in zip(self.names, ious.tolist(), strict=True) if not math.isnan(v)}
         return {"miou": class_mean(ious), "accuracy": accuracy(matrix), **present}
 
+    def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
+        pairs = zip(batch["label"], self.predict_batch(model, batch), strict=True)
+        classes = self.options.num_classes
+        parts = [confusion_matrix(p, label[: p.shape[0], : p.shape[1]], classes) for label, p in pairs]
+        return {"confusion": torch.stack(parts).sum(0)}
+
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
         return write_test(sums["confusion"], self.names, folder)
 
-    # Prediction
-
-    def inputs(self, path: Path) -> data.Inputs:
+    def predict_dataset(self, path: Path) -> data.Inputs:
         return data.Inputs(path)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Tensor]:
@@ -279,7 +276,15 @@ class ScribbleRecipe(Recipe):
             write_map(labels, file)
         return made
 
-    def smoke(self) -> None:
-        self.options.crop_size = min(self.options.crop_size, _SMOKE_CROP)
-        self.options.test_scales = (1.0,)
-        self.options.base_size = min(self.options.base_size, _SMOKE_CROP)
+    def write_data(self, folder: Path) -> str:
+        return data.write(folder, self.options.crop_size)
+
+    def describe_model(self, model: nn.Module) -> str:
+        assert isinstance(model, Segmenter)
+        lorm = 0 if model.lorm is None else sum(p.numel() for p in model.lorm.parameters())
+        note = f", {lorm / 1e6:.2f} M of it LoRM for training" if lorm else ""
+        return f"{self.options.model_type} on ResNet-{self.options.layers}, {self.options.num_classes} classes{note}"
+
+    def describe_data(self, split: Split) -> str:
+        source = self._source(split)
+        return f"{source.source}, {len(source):,} for {split}"

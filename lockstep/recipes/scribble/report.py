@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..confusion import class_mean, per_class
-from ..report import draw_bars, draw_confusion, figure, plot_side, save_whole, write_table
+from ..report import draw_bars, draw_confusion, figure, plot_side, save_figure, write_table
 
 
 def write_test(matrix: Tensor, names: tuple[str, ...], folder: Path) -> list[Path]:
@@ -23,4 +23,4 @@ def write_test(matrix: Tensor, names: tuple[str, ...], folder: Path) -> list[Pat
     draw_bars(bars, ious[present], shown, "IoU")
     bars.set(title=f"mIoU {class_mean(ious):.3f}")
     draw_confusion(made, square, matrix[present][:, present], shown)
-    return [table, save_whole(folder / "iou.png", made.savefig)]
+    return [table, save_figure(made, folder / "iou.png")]

@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import check
-from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...recipe import Batch, Describes, EmbedsData, Loss, Predicts, Pretrained, Recipe, Split, Sums, Tests
 from ...rng import Rng
 from ..confusion import IGNORE, accuracy, class_mean, confusion_matrix, per_class
+from ..images import describe
 from ..pixels import normalise
-from ..report import write_table
 from . import data, report
 from .losses import soft_dice
 from .model import build, count_flops, load_pretrained, patch_for, stem_for, summary
 
-_EXAMPLES = 8
 _SMOKE_IMAGES = 64
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _log = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class VisionOptions:
             check(self.log_level in _LEVELS, f"log_level is one of {', '.join(_LEVELS)}", self.log_level)
 
 
-class VisionRecipe(Recipe):
+class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Describes):
     """Image classification (ResNet, ViT) and segmentation (UNet)."""
 
     Options: ClassVar[type] = VisionOptions
@@ -169,6 +168,17 @@ class VisionRecipe(Recipe):
             self.dataset("train")
         return self.options.class_names
 
+    def model(self) -> nn.Module:
+        options = self.options
+        return build(
+            options.model,
+            classes=len(self.names),
+            side=self.side,
+            width=options.width,
+            stem=options.stem,
+            patch=options.patch_size,
+        )
+
     def dataset(self, split: Split) -> Any | None:
         if split not in self._datasets:
             options = self.options
@@ -185,47 +195,15 @@ class VisionRecipe(Recipe):
             self._datasets[split] = found
         return self._datasets[split]
 
-    def describe_data(self, split: Split) -> str:
-        found = self.dataset(split)
-        return "" if found is None else f"{found.source}, {len(found):,} images of {len(found.names)} classes"
-
-    def model(self) -> nn.Module:
-        options = self.options
-        return build(
-            options.model,
-            classes=len(self.names),
-            side=self.side,
-            width=options.width,
-            stem=options.stem,
-            patch=options.patch_size,
-        )
-
-    def begin(self, model: nn.Module) -> str | None:
-        return load_pretrained(model, self.options.pretrained) if self.options.pretrained else None
-
-    def describe_model(self, model: nn.Module) -> str:
-        options, side, classes = self.options, self.side, len(self.names)
-        with torch.device("meta"):
-            on_meta = self.model()
-        _log.info("%s at %d × %d pixels\n%s", options.model, side, side, summary(on_meta, side))
-        details = {
-            "unet": "",
-            "vit_s": f", patches of {options.patch_size or patch_for(side)}",
-        }.get(options.model, f", {stem_for(side) if options.stem == 'auto' else options.stem} stem")
-        width = f", width {options.width}" if options.width != 64 else ""
-        flops = count_flops(on_meta, side)[""]
-        return f"{options.model}{width}{details}, {side} px, {classes} classes, {flops / 1e9:.3g} GFLOPs per image"
-
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
         image, target = batch["image"], batch["mask" if self.segments else "label"]
         if model.training:
             image, target = self.flip_and_shift(image, target, rng)
         logits = model(normalise(image)).to(torch.get_default_dtype())
-        right = logits.argmax(1) == target
         if not self.segments:
             smoothing = self.options.label_smoothing if model.training else 0.0
             total = F.cross_entropy(logits, target, label_smoothing=smoothing, reduction="sum")
-            return Loss(total, len(target), accuracy=right.sum())
+            return Loss(total, len(target), accuracy=(logits.argmax(1) == target).sum())
         dice, entropy = self.mask_losses(logits, target)
         total = self.options.dice_weight * dice.sum() + self.options.cross_entropy_weight * entropy.sum()
         return Loss(total, len(target), dice=dice.detach().sum(), cross_entropy=entropy.detach().sum())
@@ -247,6 +225,12 @@ class VisionRecipe(Recipe):
             image = translate(image, shift, crop, 0)
             target = translate(target[:, None], shift, crop, IGNORE)[:, 0] if self.segments else target
         return image, target
+
+    def smoke(self) -> None:
+        self.options.max_samples = min(_SMOKE_IMAGES, self.options.max_samples or _SMOKE_IMAGES)
+
+    def load_pretrained(self, model: nn.Module) -> str | None:
+        return load_pretrained(model, self.options.pretrained) if self.options.pretrained else None
 
     def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         return self._evaluate(model, batch)[0]
@@ -277,9 +261,9 @@ class VisionRecipe(Recipe):
 
     def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         sums, prediction = self._evaluate(model, batch)
-        if self.segments and len(self._examples) < _EXAMPLES:
-            seen = (batch["image"].cpu(), batch["mask"].cpu(), prediction.to(torch.uint8).cpu())
-            self._examples += list(zip(*seen, strict=True))[: _EXAMPLES - len(self._examples)]
+        if self.segments and len(self._examples) < report.EXAMPLES:
+            triples = zip(batch["image"].cpu(), batch["mask"].cpu(), prediction.to(torch.uint8).cpu(), strict=True)
+            self._examples += list(triples)[: report.EXAMPLES - len(self._examples)]
         return sums
 
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
@@ -288,7 +272,7 @@ class VisionRecipe(Recipe):
             made.append(report.write_examples(self._examples, folder / "examples.png"))
         return made
 
-    def inputs(self, path: Path) -> data.Inputs:
+    def predict_dataset(self, path: Path) -> data.Inputs:
         return data.inputs(path, self.side, self.segments)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -299,25 +283,30 @@ class VisionRecipe(Recipe):
         return list(zip(label.tolist(), probability.tolist(), strict=True))
 
     def save_predictions(self, predictions: list[Any], dataset: data.Inputs, folder: Path) -> list[Path]:
-        """Write predictions.csv; for segmentation also the masks and the images tinted by them."""
-        names = self.names
-        if not self.segments:
-            rows = [(n, names[k], f"{p:.6f}") for n, (k, p) in zip(dataset.names, predictions, strict=True)]
-            return [write_table(folder / "predictions.csv", ("file", "class", "probability"), rows)]
-        files: list[Path | None] = [*dataset.files] if dataset.files else [None] * len(dataset)
-        made, table = list[Path](), list[tuple[Any, ...]]()
-        for mask, name, file in zip(predictions, dataset.names, files, strict=True):
-            made.append(report.write_mask(mask, file, name, folder))
-            fractions = torch.bincount(mask.flatten().long(), minlength=len(names)) / mask.numel()
-            table.append((name, made[-1].relative_to(folder), *(f"{fraction:.6f}" for fraction in fractions.tolist())))
-        return [write_table(folder / "predictions.csv", ("file", "mask", *names), table), *made[:_EXAMPLES]]
+        if self.segments:
+            return report.write_masks(predictions, dataset.names, dataset.files, self.names, folder)
+        return report.write_labels(predictions, dataset.names, self.names, folder)
 
     def write_data(self, folder: Path) -> str:
         side = self.options.img_size or data.native_side(None)
         return data.write(folder, side, self.segments, self.options.max_samples)
 
-    def smoke(self) -> None:
-        self.options.max_samples = min(_SMOKE_IMAGES, self.options.max_samples or _SMOKE_IMAGES)
+    def describe_model(self, model: nn.Module) -> str:
+        options, side, classes = self.options, self.side, len(self.names)
+        with torch.device("meta"):
+            on_meta = self.model()
+        _log.info("%s at %d × %d pixels\n%s", options.model, side, side, summary(on_meta, side))
+        details = {
+            "unet": "",
+            "vit_s": f", patches of {options.patch_size or patch_for(side)}",
+        }.get(options.model, f", {stem_for(side) if options.stem == 'auto' else options.stem} stem")
+        width = f", width {options.width}" if options.width != 64 else ""
+        flops = count_flops(on_meta, side)[""]
+        return f"{options.model}{width}{details}, {side} px, {classes} classes, {flops / 1e9:.3g} GFLOPs per image"
+
+    def describe_data(self, split: Split) -> str:
+        found = self.dataset(split)
+        return "" if found is None else describe(found)
 
 
 def translate(picture: Tensor, shift: Tensor, most: int, fill: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,9 +10,11 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..confusion import IGNORE, per_class
-from ..pixels import voc_palette
-from ..report import draw_bars, draw_confusion, figure, plot_side, save_whole, write_table
+from ..pixels import save_image, voc_palette
+from ..report import draw_bars, draw_confusion, figure, plot_side, save_figure, write_table
 
+EXAMPLES = 8
+"""Masks that a test shows and a prediction lists."""
 _OVERLAY = 0.5
 _GAP = 2
 
@@ -41,8 +44,8 @@ def _write_plots(matrix: Tensor, names: Sequence[str], folder: Path, metric: str
     bars, axes = figure(6.5, 0.6 * side)
     draw_bars(axes, values, names, metric)
     return [
-        save_whole(folder / "confusion_matrix.png", square.savefig),
-        save_whole(folder / f"per_class_{metric.lower()}.png", bars.savefig),
+        save_figure(square, folder / "confusion_matrix.png"),
+        save_figure(bars, folder / f"per_class_{metric.lower()}.png"),
     ]
 
 
@@ -76,7 +79,27 @@ def write_examples(examples: Sequence[tuple[Tensor, Tensor, Tensor]], path: Path
         cells = [pixels, overlay(pixels, truth.numpy()), overlay(pixels, prediction.numpy())]
         padded = [np.pad(cell.repeat(scale, 0).repeat(scale, 1), ((0, _GAP), (0, _GAP), (0, 0))) for cell in cells]
         rows.append(np.concatenate(padded, axis=1))
-    return save_whole(path, Image.fromarray(np.concatenate(rows)).save)
+    return save_image(Image.fromarray(np.concatenate(rows)), path)
+
+
+def write_labels(
+    predictions: list[tuple[int, float]], names: list[str], classes: Sequence[str], folder: Path
+) -> list[Path]:
+    """Write predictions.csv with class and probability of each image."""
+    rows = [(name, classes[k], f"{p:.6f}") for name, (k, p) in zip(names, predictions, strict=True)]
+    return [write_table(folder / "predictions.csv", ("file", "class", "probability"), rows)]
+
+
+def write_masks(
+    predictions: list[Tensor], names: list[str], files: list[Path] | None, classes: Sequence[str], folder: Path
+) -> list[Path]:
+    """Write all masks, and predictions.csv with the fraction of each class; return it and the first masks."""
+    made, rows = list[Path](), list[tuple[Any, ...]]()
+    for i, (mask, name) in enumerate(zip(predictions, names, strict=True)):
+        made.append(write_mask(mask, files[i] if files else None, name, folder))
+        fractions = torch.bincount(mask.flatten().long(), minlength=len(classes)) / mask.numel()
+        rows.append((name, made[-1].relative_to(folder), *(f"{fraction:.6f}" for fraction in fractions.tolist())))
+    return [write_table(folder / "predictions.csv", ("file", "mask", *classes), rows), *made[:EXAMPLES]]
 
 
 def write_mask(mask: Tensor, file: Path | None, name: str, folder: Path) -> Path:
@@ -88,5 +111,5 @@ def write_mask(mask: Tensor, file: Path | None, name: str, folder: Path) -> Path
         with Image.open(file) as opened:
             image = ImageOps.exif_transpose(opened).convert("RGB")
         values = np.array(Image.fromarray(values).resize(image.size, Image.Resampling.NEAREST))
-        save_whole(folder / "overlays" / name, Image.fromarray(overlay(np.array(image), values)).save)
-    return save_whole(folder / "masks" / name, with_palette(values).save)
+        save_image(Image.fromarray(overlay(np.array(image), values)), folder / "overlays" / name)
+    return save_image(with_palette(values), folder / "masks" / name)

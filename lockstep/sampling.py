@@ -1,0 +1,85 @@
+"""Samples and scores made during training, by all ranks, from the plain and from the averaged weights.
+
+    samples/step-00010000-<set>-<weights>.png ...    what the recipe's save_samples writes
+    samples/step-00010000-score.json                 what its score returns
+
+What a run made before it was killed is found by these names and not made again.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .evaluate import Evaluator, eval_mode
+from .files import write_text
+from .optim import Ema
+from .recipe import Generates, Scores
+
+ShowStatus = Callable[[str], None]
+"""Shows what is being made; called often."""
+
+
+class Sampler:
+    """Writes sample sets and scores into the folder of a run."""
+
+    def __init__(self, evaluator: Evaluator, emas: list[Ema], run_folder: Path, show_status: ShowStatus):
+        self.evaluator, self.emas, self.run_folder = evaluator, emas, run_folder
+        self.folder, self.show_status = run_folder / "samples", show_status
+
+    def sample(self, step: int) -> dict[str, list[Path]]:
+        """Write every sample set of the recipe; return, on rank 0, the files by "<set>-<weights>"."""
+        recipe = self.evaluator.recipe
+        if not isinstance(recipe, Generates):
+            return {}
+        weights = ("ema", "plain") if self.emas else ("plain",)
+        wanted = [(f"{name}-{kind}", kind, dict(s)) for name, s in recipe.sample_sets().items() for kind in weights]
+        files: dict[str, list[Path]] = {}
+        for number, (name, kind, settings) in enumerate(wanted, 1):
+            title = f"step {step}: samples {name} ({number} of {len(wanted)})"
+            with self.emas[0].applied() if kind == "ema" else nullcontext():
+                files[name] = self._sample_set(title, f"step-{step:08d}-{name}", settings)
+        return files
+
+    def _sample_set(self, title: str, stem: str, settings: dict[str, Any]) -> list[Path]:
+        world, recipe = self.evaluator.world, self.evaluator.recipe
+        assert isinstance(recipe, Generates)
+        existing = world.broadcast(sorted(self.folder.glob(f"{stem}.*")) if world.is_main else None)
+        if existing:
+            return [path for path in existing if world.is_main]
+        self._report(title)
+        samples = self.evaluator.generate(settings.pop("n"), settings)
+        if samples is None:
+            return []
+        unfinished = self.folder / ".unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        written = recipe.save_samples(samples, unfinished / stem)
+        for path in reversed(written):  # the first one last: where it is, all are
+            path.replace(self.folder / path.name)
+        unfinished.rmdir()
+        return [self.folder / path.name for path in written]
+
+    def score(self, step: int) -> tuple[dict[str, float], str | None]:
+        """Return the recipe's scores, from the averaged weights, and a note; empty if this run has them already."""
+        world, recipe = self.evaluator.world, self.evaluator.recipe
+        assert isinstance(recipe, Scores)
+        path = self.folder / f"step-{step:08d}-score.json"
+        if world.broadcast(path.is_file()):
+            return {}, None
+        self._report(f"step {step}: scoring samples")
+        model, averaged = self.evaluator.model, self.emas[0].applied() if self.emas else nullcontext()
+        with averaged, eval_mode(model), self.evaluator.autocast, torch.no_grad():
+            values, note = recipe.score(model, self.evaluator.sum_over_ranks, self.run_folder)
+        if world.is_main and values:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(values) + "\n")
+        return values, note
+
+    def _report(self, title: str) -> None:
+        self.show_status(title)
+        self.evaluator.report_progress = lambda done, total: self.show_status(f"{title}: {done} of {total}")
