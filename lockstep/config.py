@@ -38,7 +38,7 @@ def _unused(*rules: tuple[str, bool, str]) -> dict[str, str]:
 
 @dataclass
 class Data:
-    """How much data makes a step, and how long the run is."""
+    """Batch sizes, the length of the run, loader and seed."""
 
     batch_size: int = 32
     """Samples that one rank puts through the model at once (the micro-batch)."""
@@ -53,7 +53,7 @@ class Data:
     num_workers: int | None = None
     """Loader processes for each rank; by default 0 on a CPU, up to 8 beside a GPU. Also --workers."""
     seed: int = 0
-    """Names the order of the samples, all noise and the initial weights."""
+    """Determines the order of the samples, all noise and the initial weights."""
 
     def __post_init__(self) -> None:
         check(self.batch_size >= 1, "batch_size is at least 1", self.batch_size)
@@ -70,7 +70,7 @@ class Optim:
     """The update: optimizer, learning rate, clipping, averaged weights."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """The rule that turns gradients into steps."""
+    """The optimizer."""
     lr: float = 1e-4
     """Learning rate before scaling. Also --learning_rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -78,17 +78,17 @@ class Optim:
     base_batch_size: int = 256
     """The global batch for which lr was chosen."""
     schedule: Literal["constant", "cosine", "linear", "step", "plateau"] = "constant"
-    """What the learning rate does after the warm-up; plateau: drops where evaluations stop improving."""
+    """The learning rate after the warm-up; plateau: lowered when evaluations stop improving."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly from 0."""
     warmup_epochs: float = 0.0
     """The same in epochs; the two add up."""
     min_lr: float = 0.0
-    """Where cosine and linear end, and below which plateau does not go; before scaling."""
+    """The learning rate at which cosine and linear end, and the lowest of plateau; before scaling."""
     decay_steps: int = 10_000
     """Steps between two drops of the schedule `step`."""
     decay_factor: float = 0.1
-    """What the schedules `step` and `plateau` multiply by at each drop."""
+    """The factor of each drop of the schedules `step` and `plateau`."""
     decay_patience: int = 5
     """Evaluations in a row without improvement before each drop of the schedule `plateau`."""
     weight_decay: float = 0.0
@@ -100,7 +100,7 @@ class Optim:
     momentum: float = 0.9
     """sgd: decay of the velocity."""
     clip_grad: float = 0.0
-    """Largest norm of the gradient; 0 for no clipping. Also --grad_clip."""
+    """Clip the gradient to this norm; 0: no clipping. Also --grad_clip."""
     max_bad_steps: int = 20
     """Steps in a row with a non-finite gradient (each is skipped on all ranks) after which the run stops."""
     ema_decay: tuple[float, ...] = ()
@@ -138,7 +138,7 @@ class Hardware:
     nproc: str = "1"
     """Processes to start on this machine: a number, or `auto` for one on each visible GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes the GPU if there is one."""
+    """The device; auto: the GPU if there is one."""
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
     """Arithmetic of the model; auto: bf16 (or fp16) on a GPU that has it, fp32 on a CPU."""
     use_amp: bool = True
@@ -148,17 +148,17 @@ class Hardware:
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
     max_restarts: int = 0
-    """How often --nproc starts all ranks again, from the last checkpoint, when one has died."""
+    """How often --nproc restarts all ranks, from the last checkpoint, after one has failed."""
     timeout: float = 600.0
     """Seconds after which a rank that waits for the others gives up."""
     distributed: bool = False
-    """Expect to be one of several processes, and say so if not. Also --ddp."""
+    """Expect to be one of several processes, and print a note if not. Also --ddp."""
     local_rank: int | None = None
-    """Accepted from torch.distributed.launch; LOCAL_RANK of the environment holds."""
+    """Accepted from torch.distributed.launch; LOCAL_RANK of the environment is used."""
     world_size: int | None = None
-    """Accepted; WORLD_SIZE of the environment holds."""
+    """Accepted; WORLD_SIZE of the environment is used."""
     dist_url: str = "env://"
-    """Accepted; MASTER_ADDR and MASTER_PORT of the environment hold."""
+    """Accepted; MASTER_ADDR and MASTER_PORT of the environment are used."""
 
     def __post_init__(self) -> None:
         valid = self.nproc == "auto" or (self.nproc.isdigit() and int(self.nproc) >= 1)
@@ -188,12 +188,12 @@ class Hardware:
 
 @dataclass
 class Run:
-    """Where the run goes and what it writes on the way."""
+    """The run's folder, and what is written to it."""
 
     out: str | None = None
     """The run's folder; by default runs/<recipe>/<date-time>. Also --output_dir, --save_dir."""
     resume: str | None = None
-    """`auto`: go on if there is a checkpoint; `latest`: there must be one; or the path of a run or a checkpoint."""
+    """`auto`: resume if there is a checkpoint; `latest`: there must be one; or the path of a run or a checkpoint."""
     config: str | None = None
     """A YAML file of flags."""
     preset: str | None = None
@@ -211,11 +211,11 @@ class Run:
     best_metric: str = "loss"
     """The validation metric that decides which checkpoint is best."""
     best_mode: Literal["min", "max"] = "min"
-    """Whether less of it is better or more."""
+    """Whether a lower or a higher value is better."""
     patience: int = 0
     """Stop after this many evaluations without improvement; 0: never."""
     min_delta: float = 0.0
-    """What counts as an improvement."""
+    """How much better a value must be to count as an improvement."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     curves: bool = True

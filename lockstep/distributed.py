@@ -27,16 +27,16 @@ _failures: dist.Store | None = None
 
 
 class RunFailed(RuntimeError):
-    """A run cannot go on, on any rank; the message says why."""
+    """The run cannot continue, on any rank; the message says why."""
 
 
 class RendezvousError(ValueError):
-    """This rank cannot connect to the others. Each machine may have a reason of its own."""
+    """This rank cannot connect to the others; every machine reports its own reason."""
 
 
 @dataclass
 class World:
-    """This process among the others."""
+    """This rank: its number, its device, and collectives with the other ranks."""
 
     rank: int = 0
     size: int = 1

@@ -8,7 +8,9 @@ so `batch_size: 64` in a file means exactly what `--batch_size 64` means. Flags 
 `epochs`) may stand in different places, where the later one wins, but not in the same one.
 """
 
+import contextlib
 import dataclasses
+import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,21 +115,24 @@ def request_for(
         return Request(recipe, config, recipe.Options() if options is None else options)
     known = Known.of(recipe, _target(recipe))
     words = _words(_from_mapping(settings, known, f"fit({recipe.__name__})"))
+    printed = io.StringIO()
     try:
-        request = parse(recipe, words, "fit", find_config)
-    except SystemExit:  # the parser has printed what is wrong
-        raise ValueError(f"a setting has a value of the wrong type: {dict(settings)}") from None
+        with contextlib.redirect_stderr(printed):
+            request = parse(recipe, words, "fit", find_config)
+    except SystemExit:  # the parser exits after printing what is wrong, in a box
+        text = " ".join(printed.getvalue().translate(dict.fromkeys(map(ord, "╭╮╰╯─│"), " ")).split())
+        raise ValueError(text.partition("Argument helptext")[0].partition("For full helptext")[0].strip()) from None
     return request if options is None else dataclasses.replace(request, options=options)
 
 
 def _group(recipe: type[Recipe]) -> str:
-    """The recipe's group of flags is named after it."""
+    """Return the name of the recipe's group of flags: its own name, or `recipe`."""
     name = recipe.name
     return name if name.isidentifier() and name not in {f.name for f in dataclasses.fields(TrainConfig)} else "recipe"
 
 
 def _target(recipe: type[Recipe]) -> type:
-    """One dataclass of all flags: the recipe's own first."""
+    """Return a dataclass of all flags: the recipe's own first."""
     options = (_group(recipe), recipe.Options, field(default_factory=recipe.Options))
     engine = [(f.name, f.type, field(default_factory=f.default_factory)) for f in dataclasses.fields(TrainConfig)]
     return dataclasses.make_dataclass("Flags", [options, *engine])
@@ -135,10 +140,10 @@ def _target(recipe: type[Recipe]) -> type:
 
 @dataclass(frozen=True)
 class Known:
-    """The flags there are."""
+    """All flags of a recipe and the engine."""
 
     flags: dict[str, bool]
-    """By name, whether it is a yes-or-no one."""
+    """By name, whether it is a boolean."""
     aliases: Mapping[str, str]
 
     @classmethod
@@ -161,7 +166,7 @@ def _reset(defaults: Any, name: str) -> None:
 
 
 def _split(argv: Sequence[str], known: Known) -> list[Flag]:
-    """Command-line words, flag by flag, under their canonical names."""
+    """Return command-line words grouped by flag, under their canonical names."""
     flags: list[Flag] = []
     for word in argv:
         if not word.startswith("--") or word == "--":
@@ -181,7 +186,7 @@ def _words(flags: Iterable[Flag]) -> list[str]:
 
 
 def _from_mapping(mapping: Mapping[str, Any], known: Known, source: str) -> list[Flag]:
-    """A YAML file's or a preset's settings as flags."""
+    """Return the settings of a YAML file or a preset as flags."""
     flags: list[Flag] = []
     for key, value in _leaves(mapping, known):
         name = known.canonical(key)
@@ -211,7 +216,7 @@ def _leaves(mapping: Mapping[str, Any], known: Known) -> Iterable[tuple[str, Any
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """A file of settings, every value still a word: the flags' own parser gives it its type."""
+    """Return the settings of a file; values stay strings, the parser of the flags converts them."""
     try:
         content = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
     except OSError as error:

@@ -8,8 +8,8 @@ What a run made before it was killed is found by these names and not made again.
 
 import json
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ class Sampler:
         existing = world.broadcast(sorted(self.folder.glob(f"{stem}.*")) if world.is_main else None)
         if existing:
             return [path for path in existing if world.is_main]
-        self._report(title)
-        samples = self.evaluator.generate(settings.pop("n"), settings)
+        with self._shown(title):
+            samples = self.evaluator.generate(settings.pop("n"), settings)
         if samples is None:
             return []
         unfinished = self.folder / ".unfinished"
@@ -71,15 +71,22 @@ class Sampler:
         path = self.folder / f"step-{step:08d}-score.json"
         if world.broadcast(path.is_file()):
             return {}, None
-        self._report(f"step {step}: scoring samples")
         model, averaged = self.evaluator.model, self.emas[0].applied() if self.emas else nullcontext()
-        with averaged, eval_mode(model), self.evaluator.autocast, torch.no_grad():
+        shown = self._shown(f"step {step}: scoring samples")
+        with shown, averaged, eval_mode(model), self.evaluator.autocast, torch.no_grad():
             values, note = recipe.score(model, self.evaluator.sum_over_ranks, self.run_folder)
         if world.is_main and values:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(values) + "\n")
         return values, note
 
-    def _report(self, title: str) -> None:
+    @contextmanager
+    def _shown(self, title: str) -> Iterator[None]:
+        """Show the title and how many samples are done."""
         self.show_status(title)
+        before = self.evaluator.report_progress
         self.evaluator.report_progress = lambda done, total: self.show_status(f"{title}: {done} of {total}")
+        try:
+            yield
+        finally:
+            self.evaluator.report_progress = before

@@ -2,11 +2,11 @@
 
 The stream is the concatenation of epochs; epoch e is a pseudo-random permutation of the data set, keyed by (seed, e).
 Batch k is positions [k·G, (k+1)·G) of the stream: it runs across epoch borders, nothing is dropped, nothing padded.
-Where a run stands follows from its step alone, and any rank of any world can tell any batch without the others.
+The position in the stream follows from the step alone, and any rank can compute any batch without the others.
 
-The permutation is a Feistel network on a rectangle a × b just larger than the data set, walked along its cycle in
-the rare case that it lands outside the set. It takes no memory, whatever the size of the set. A set of a few samples
-is put in order by a hash of each.
+The permutation is a Feistel network on a rectangle a × b just larger than the data set; the rare result outside the
+set is permuted again until it is inside (cycle walking). It takes constant memory for any size. A set of up to 64
+samples is ordered by a hash of each.
 """
 
 import math
@@ -24,7 +24,7 @@ Indices = NDArray[np.int64]
 
 _ROUNDS = 8
 _TINY = 64
-"""Up to here a table: on so few the network is uneven, and walks too often."""
+"""Up to here a table: on so few samples the network is uneven and slow."""
 
 Words = NDArray[Any]
 

@@ -1,13 +1,13 @@
-"""Where the numbers go: the console, metrics.jsonl, TensorBoard, Weights & Biases.
+"""What values are logged to: the console, metrics.jsonl, TensorBoard, Weights & Biases.
 
     trackers = Trackers({"console": lambda: Console(20_000), ...}, warn)   on rank 0; Trackers({}) on the others
     every step:       trackers.advance(step)                               waits for nothing
     every log_every:  trackers.log(step, {"loss": 0.5, "lr": 1e-4, "samples_per_second": 812.0})
-    now and then:     trackers.picture(step, "samples", path), trackers.message("a checkpoint is written")
+    sometimes:        trackers.picture(step, "samples", path), trackers.message("a checkpoint is written")
     in a `finally`:   trackers.close()
 
-No tracker can stop a training. One that fails, when it is made or later, is named with the reason, once, and dropped.
-Only metrics.jsonl is tried again at every later log, as a full disk may be freed; the lines wait in memory till then.
+No tracker can stop a run. One that fails, when it is made or later, is named with the reason, once, and dropped.
+Only metrics.jsonl is tried again at every later log, as a full disk may be freed; until then its lines stay in memory.
 """
 
 import json
@@ -34,7 +34,7 @@ from .files import replacing
 
 
 class Tracker(ABC):
-    """One place that numbers go to. Any method may raise: `Trackers` sees to it.
+    """One target of logged values. Any method may raise: `Trackers` catches it.
 
     `picture` gets a PNG or GIF file, `advance` every step (it must cost nothing), `status` what the run does between
     steps, `close` may return a last message.
@@ -90,7 +90,7 @@ class Console(Tracker):
             self.message(text)
 
     def advance(self, step: int) -> None:
-        self._step, self._status = step, ""  # no lock: rich's thread reads it four times a second
+        self._step, self._status, self._status_at = step, "", -math.inf  # no lock: rich's thread only reads
 
     def close(self) -> None:
         if self._live is not None:

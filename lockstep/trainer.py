@@ -307,10 +307,10 @@ class Trainer:
         step = self.progress.step
         with self._not_timed():
             if self._is_due("sample") or (at_end and self.setup.every("sample")):
-                for name, files in self.sampler.sample(step).items():
-                    for path in files:
-                        self.trackers.picture(step, f"samples/{name}", path)
-                    self.sample_files = (*self.sample_files[-7:], *files)
+                files = self.sampler.sample(step)
+                for name, path in ((name, path) for name, paths in files.items() for path in paths):
+                    self.trackers.picture(step, f"samples/{name}", path)
+                self.sample_files = tuple(path for paths in files.values() for path in paths)
             every = self.recipe.score_every if isinstance(self.recipe, Scores) else 0
             if every and (step % every == 0 or (at_end and step >= every)):
                 values, note = self.sampler.score(step)

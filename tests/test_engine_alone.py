@@ -120,7 +120,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_no_failed_run(tmp_
         raise PermissionError(13, "Permission denied")
 
     run = trainer(World(), "Tiny", ["--n_steps", "2", "--out", str(tmp_path / "run")])
-    monkeypatch.setattr(checkpoint.Checkpoints, "_retire", refuse)
+    monkeypatch.setattr(checkpoint.Checkpoints, "_delete_old", refuse)
     assert run.fit().step == 2
     assert "deleting old checkpoints after step 2" in (tmp_path / "run" / "log.txt").read_text()
 
