@@ -84,6 +84,7 @@ class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Describes):
     Options: ClassVar[type] = VisionOptions
     options: VisionOptions
     aliases = {"ddp.enabled": "distributed", "ddp.log_level": "log_level"}
+    removed_options = frozenset({"data_form", "input"})
     defaults = {
         "batch_size": 32,
         "epochs": 10,
