@@ -130,7 +130,7 @@ def lost_contact(error: Exception) -> str | None:
 class StopSignals:
     """Turns Ctrl-C and a scheduler's signals into a request to stop after the step. A second one ends the process."""
 
-    HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     SAME_REQUEST = 1.0
     """Seconds within which signals count as one: a scheduler may reach a rank directly and through its launcher."""
 
@@ -142,6 +142,8 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             for number in self.HANDLED:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # nohup: the terminal may be closed without ending the run
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

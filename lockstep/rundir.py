@@ -6,14 +6,17 @@ runs/<recipe>/<date-time>/      receipt.json, config.yaml, metrics.jsonl, log.tx
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from . import checkpoint
 from .config import Run
 from .distributed import World
+from .runlock import RunLock, start_time
 
 RUNS = Path("runs")
 """Where runs go, each recipe's in a folder of its own."""
@@ -37,6 +40,18 @@ class RunDir:
     """One for each rank: a restart is recognised by them."""
 
 
+@contextmanager
+def open_run_dir(run: Run, name: str, world: World) -> Iterator[RunDir]:
+    """Yield the folder of a run, locked: another run in the same folder is an error on every rank."""
+    run_dir = resolve_run_dir(run, name, world)
+    lock = RunLock(run_dir.path)
+    world.on_main(lock.acquire)
+    try:
+        yield run_dir
+    finally:
+        lock.release()
+
+
 def resolve_run_dir(run: Run, name: str, world: World) -> RunDir:
     """Choose and create the folder of a run of the recipe `name`, and choose the checkpoint to resume from.
 
@@ -52,7 +67,7 @@ def _choose(run: Run, runs: Path, launch_ids: list[LaunchId]) -> RunDir:
     notes: list[str] = []
     if restarted := _restarted_run(launch_ids, out, runs):
         run_dir = _resume_newest("auto", restarted, runs, notes.append)
-        run_dir.global_batch = json.loads((restarted / "receipt.json").read_text())["global_batch"]
+        run_dir.global_batch = _read_receipt(restarted / "receipt.json")["global_batch"]
         notes.append("the processes of this run were restarted")
     elif run.resume is None:
         folder = out or _new_folder(runs)
@@ -71,28 +86,27 @@ def _choose(run: Run, runs: Path, launch_ids: list[LaunchId]) -> RunDir:
 def _launch_id() -> LaunchId | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    agent, worker = (f"{socket.gethostname()}/{pid}/{_start_time(pid)}" for pid in (os.getppid(), os.getpid()))
+    agent, worker = (f"{socket.gethostname()}/{pid}/{start_time(pid)}" for pid in (os.getppid(), os.getpid()))
     return agent, worker
-
-
-def _start_time(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks where it has them: no clock that can be set changes them."""
-    stat = Path(f"/proc/{pid}/stat")
-    if stat.exists():
-        return stat.read_text().rpartition(")")[2].split()[19]
-    import psutil  # a tenth of the time to import lockstep, and needed on no Linux
-
-    return str(psutil.Process(pid).create_time())
 
 
 def _restarted_run(launch_ids: list[LaunchId], out: Path | None, runs: Path) -> Path | None:
     """Return the folder of this very run, if one of our agents has started it before in other processes than these."""
     agents, workers = ({launch_id[i] for launch_id in launch_ids} for i in (0, 1))
     for receipt in [out / "receipt.json"] if out else sorted(runs.glob("*/receipt.json"), reverse=True):
-        before = json.loads(receipt.read_text()).get("launch_ids", []) if receipt.is_file() else []
+        before = _read_receipt(receipt).get("launch_ids", [])
         if agents & {agent for agent, _ in before} and not workers & {worker for _, worker in before}:
             return receipt.parent
     return None
+
+
+def _read_receipt(path: Path) -> dict[str, Any]:
+    """Return the content of a receipt; nothing for one that is missing or damaged."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def holds_run(folder: Path) -> bool:

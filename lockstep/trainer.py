@@ -386,7 +386,10 @@ def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **sett
         registry.register_script(kind, Path(sys.argv[0]))
     dtype = torch.get_default_dtype()
     try:
-        with distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world:
-            return Trainer(request, world, rundir.resolve_run_dir(request.train.run, kind.name, world)).fit()
+        with (
+            distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world,
+            rundir.open_run_dir(request.train.run, kind.name, world) as run_dir,
+        ):
+            return Trainer(request, world, run_dir).fit()
     finally:
         torch.set_default_dtype(dtype)

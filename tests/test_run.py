@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from engine import train, trainer
 
+from lockstep.checkpoint import load
 from lockstep.distributed import World
 from lockstep.flags import parse
 from lockstep.rundir import RunDir, find_config, resolve_run_dir
@@ -158,3 +161,18 @@ def test_smoke_is_on_the_receipt(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_start_that_failed_leaves_nothing_in_the_way() -> None:
     run_dir("--out", "here")  # and then the data are not there, say
     assert run_dir("--out", "here").resume_from is None
+
+
+def test_a_run_of_version_0_1_can_be_resumed() -> None:
+    """Its checkpoint after 4 of 8 steps; version 0.1 itself went on to the one after 8."""
+    old = Path(__file__).parent / "golden" / "run-0.1"
+    shutil.copytree(old, "here", ignore=shutil.ignore_patterns("step-00000008"))
+    train(World(), "WithDropout", ["--resume", "here"])
+    ours, theirs = (load(folder / "checkpoints" / "step-00000008") for folder in (Path("here"), old))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for group in ("model", "optimizer", "ema-0.9"):
+        for name, tensor in theirs.tensors[group].items():
+            torch.testing.assert_close(ours.tensors[group][name], tensor, msg=f"{group} {name}")
+    assert ours.state["ledger"] == theirs.state["ledger"]
+    assert ours.state["schedule"]["drops"] == theirs.state["drops"] == 3
+    assert ours.state["progress"]["bad_evaluations"] == theirs.state["bad_evaluations"]

@@ -20,8 +20,10 @@ def train_recipe(recipe: type[Recipe], words: list[str], command: list[str]) -> 
     nproc = launch.process_count(hardware.nproc, hardware.device)
     if nproc > 1:
         return launch.start(nproc, command, hardware.max_restarts)
-    with distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world:
-        run_dir = rundir.resolve_run_dir(request.train.run, recipe.name, world)
+    with (
+        distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world,
+        rundir.open_run_dir(request.train.run, recipe.name, world) as run_dir,
+    ):
         outcome = Trainer(request, world, run_dir).fit()
     if world.is_main:
         _print_outcome(outcome, recipe)
