@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .files import replacing, sync_folder
+from .weights import check_shapes
 
 Tensors = dict[str, dict[str, Tensor]]  # file stem -> tensor name -> tensor
 State = dict[str, Any]  # whatever JSON can hold
@@ -289,24 +290,9 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and ((path / "manifest.json").exists() or _step_of(path.resolve()) is not None)
 
 
-def match(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors of another model: `wanted` is what the model has, `found` what was loaded from `what`."""
-    here = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    there = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    reshaped = [name for name in here if name in there and here[name] != there[name]]
-    wrong = {
-        "missing": [f"{name} {here[name]}" for name in here if name not in there],
-        "unexpected": [f"{name} {there[name]}" for name in there if name not in here],
-        "of another shape": [f"{name} {there[name]}, here {here[name]}" for name in reshaped],
-    }
-    if any(wrong.values()):
-        parts = [f"{len(k)} {kind} ({'; '.join(k[:3] + ['...'] * (len(k) > 3))})" for kind, k in wrong.items() if k]
-        raise ValueError(f"{what} is of another model: {', '.join(parts)}. Use the settings that it was trained with.")
-
-
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Copy loaded tensors into a plain model that has exactly these."""
-    match(model.state_dict(), tensors, source)
+    check_shapes(model.state_dict(), tensors, source)
     model.load_state_dict(tensors)
 
 
@@ -321,22 +307,3 @@ def export(path_stem: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
             else:
                 safetensors.torch.save_file(copies, temporary, metadata)
     sync_folder(path_stem.parent)
-
-
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """Read a .safetensors, .pth or .pt file that holds a dict of tensors; nothing else in it is unpickled."""
-    if path.suffix not in (".safetensors", ".pth", ".pt"):
-        raise ValueError(f"weights are read from .safetensors, .pth and .pt files, not from {path.name!r}")
-    if not path.is_file():
-        raise ValueError(f"there is no file {path} to read weights from")
-    try:
-        if path.suffix == ".safetensors":
-            weights = safetensors.torch.load(path.read_bytes())
-        else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} cannot be read: it is damaged, or holds more than tensors ({reason})") from None
-    if not isinstance(weights, dict) or not all(isinstance(x, Tensor) for x in weights.values()):
-        raise ValueError(f"{path} holds no dict of tensors; save `model.state_dict()` and nothing around it")
-    return {str(name): tensor.detach() for name, tensor in weights.items()}

@@ -10,10 +10,10 @@ from typing import Any, Literal
 EXCLUSIVE = [("n_steps", "epochs"), ("global_batch_size", "gradient_accumulation_steps")]
 
 
-def check(holds: bool, rule: str, value: Any) -> None:
-    """Refuse a setting: `rule` says what it must be, `value` what it is."""
+def check(holds: bool, rule: str, value: Any, remedy: str = "") -> None:
+    """Refuse a setting: `rule` says what it must be, `value` what it is, `remedy` what to give instead."""
     if not holds:
-        raise ValueError(f"{rule}, not {value}")
+        raise ValueError(f"{rule}, not {value}{remedy and '; '}{remedy}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     A reader, and a process that is killed, finds the old file or the new one, never a part of it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
         with temporary.open("rb") as file:

@@ -145,12 +145,14 @@ class Known:
     flags: dict[str, bool]
     """By name, whether it is a boolean."""
     aliases: Mapping[str, str]
+    removed: frozenset[str]
+    """Options of older versions; a YAML file may hold them."""
 
     @classmethod
     def of(cls, recipe: type[Recipe], target: type) -> "Known":
         groups = [f.type for f in dataclasses.fields(target)]
         flags = {f.name: f.type is bool for group in groups for f in dataclasses.fields(group)}  # type: ignore[arg-type]
-        return cls(flags, {**ALIASES, **recipe.aliases})
+        return cls(flags, {**ALIASES, **recipe.aliases}, recipe.removed_options)
 
     def canonical(self, name: str) -> str:
         name = name.replace("-", "_")
@@ -190,6 +192,8 @@ def _from_mapping(mapping: Mapping[str, Any], known: Known, source: str) -> list
     flags: list[Flag] = []
     for key, value in _leaves(mapping, known):
         name = known.canonical(key)
+        if name in known.removed:
+            continue
         if name not in known.flags:
             raise ValueError(f"{source}: there is no setting {key!r}{nearest(name, known.flags)}")
         if known.flags[name]:

@@ -70,6 +70,8 @@ class Recipe(ABC):
     """Named sets of flags for `--preset NAME`."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names for flags, beside those that every recipe understands; dots for nested YAML keys (`ddp.enabled`)."""
+    removed_options: ClassVar[frozenset[str]] = frozenset()
+    """Options of older versions, which the `config.yaml` of an old run may hold; they are ignored."""
 
     def __init__(self, options: Any = None):
         self.options: Any = self.Options() if options is None else options

@@ -8,11 +8,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint
 from .checkpoint import Checkpoint, Tensors
 from .distributed import World
 from .optim import Ema, OptimizerState, Update
 from .watch.ledger import Ledger
+from .weights import check_shapes
 
 
 class Stateful(Protocol):
@@ -112,7 +112,7 @@ class TrainState:
         for ema in self.emas:
             if f"ema-{ema.decay}" not in saved.tensors:
                 raise ValueError(f"{source} has no averages with decay {ema.decay}; give the --ema_decay of its run")
-        checkpoint.match(self.model.state_dict(), saved.tensors["model"], source)
+        check_shapes(self.model.state_dict(), saved.tensors["model"], source)
         for name, part in self._tensors.items():
             part.load_state_dict(saved.tensors[name])
         flat = saved.state if "progress" not in saved.state else None  # version 0.1 wrote most numbers side by side

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpoints, Damaged, load, newest
 from lockstep.optim import OptimizerState
+from lockstep.weights import read_weights
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -628,7 +629,7 @@ def test_exported_weights_load_in_both_forms(tmp_path: Path) -> None:
     checkpoint.export(tmp_path / "ema-0.9999", tensors, {"recipe": "dit"})
     assert everything(tmp_path) == ["ema-0.9999.pth", "ema-0.9999.safetensors"]
     for ending in (".pth", ".safetensors"):
-        found = checkpoint.load_weights(tmp_path / f"ema-0.9999{ending}")
+        found = read_weights(tmp_path / f"ema-0.9999{ending}")
         same({"": found}, {"": tensors})
     plain = torch.load(tmp_path / "ema-0.9999.pth", weights_only=True)
     assert type(plain) is dict and {type(value) for value in plain.values()} == {Tensor}
@@ -652,7 +653,7 @@ def test_a_malicious_file_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "bare.pth").write_bytes(pickle.dumps(Malicious(marker)))
     for name in ("zip.pth", "old.pt", "bare.pth"):
         with pytest.raises(ValueError, match=name):
-            checkpoint.load_weights(tmp_path / name)
+            read_weights(tmp_path / name)
     assert not marker.exists()
     torch.load(tmp_path / "zip.pth", weights_only=False)
     assert marker.exists(), "the trap itself must work"
@@ -670,14 +671,14 @@ def test_what_is_not_weights_is_refused(tmp_path: Path) -> None:
                         len(header).to_bytes(8, "little") + header + b"1234"):  # fmt: skip
             bad.write_bytes(garbage)
             with pytest.raises(ValueError, match=f"bad{ending}"):
-                checkpoint.load_weights(bad)
-    for thing in ([torch.zeros(1)], {"model": {"a": torch.zeros(1)}}, {"a": 1}, torch.zeros(1)):
+                read_weights(bad)
+    for thing in ([torch.zeros(1)], {"optimizer": {"a": torch.zeros(1)}}, {"a": 1}, torch.zeros(1)):
         torch.save(thing, tmp_path / "thing.pt")
         with pytest.raises(ValueError, match="holds no dict of tensors"):
-            checkpoint.load_weights(tmp_path / "thing.pt")
+            read_weights(tmp_path / "thing.pt")
     for name, why in (("good.bin", "are read from"), ("missing.pth", "no file"), ("good", "are read from")):
         with pytest.raises(ValueError, match=why):
-            checkpoint.load_weights(tmp_path / name)
+            read_weights(tmp_path / name)
 
 
 def test_an_export_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -691,7 +692,7 @@ def test_an_export_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space"):
         checkpoint.export(tmp_path / "model", {"a": torch.ones(3)}, {})
     assert everything(tmp_path) == ["model.pth", "model.safetensors"]
-    assert torch.equal(checkpoint.load_weights(tmp_path / "model.pth")["a"], torch.zeros(3))
+    assert torch.equal(read_weights(tmp_path / "model.pth")["a"], torch.zeros(3))
 
 
 # ---- the optimizer

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from .. import checkpoint, distributed, launch, parallel, registry, rng, rundir
 from ..flags import parse
 from ..trainer import Trainer
+from ..weights import read_weights
 
 RANK_OF = "--rank_of"
 """How this command starts itself as a rank of one of its runs."""
@@ -100,7 +101,7 @@ def run(words: list[str]) -> int:
 
 def _report(name: str, runs: list[str], folders: list[Path], options: Verify) -> int:
     traces = [Trace(**json.loads((folder / "trace.json").read_text())) for folder in folders]
-    weights = [checkpoint.load_weights(folder / "weights.safetensors") for folder in folders]
+    weights = [read_weights(folder / "weights.safetensors") for folder in folders]
     weight_limit, loss_limit = LIMITS[options.precision]
     table = Table(title=f"{name}: {options.steps} steps in {options.precision}, compared with {runs[0]}")
     for title in ("run", "max weight difference", "max loss difference", "samples", "draws", "verdict"):

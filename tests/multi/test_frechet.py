@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.distributed import World
 from lockstep.evaluate import Evaluator
 from lockstep.flags import parse
-from lockstep.recipes import features, frechet
+from lockstep.recipes.diffusion import features, frechet
 from lockstep.recipes.shapes import Shapes
 from lockstep.registry import find
 
@@ -71,7 +71,7 @@ class Flat(nn.Module):
 
 
 def summed(x: Tensor) -> dict[str, Tensor]:
-    return {name: torch.as_tensor(value) for name, value in frechet.parts(x).items()}
+    return {name: torch.as_tensor(value) for name, value in frechet.feature_sums(x).items()}
 
 
 def test_moments_are_those_of_torch_however_the_set_is_cut() -> None:
@@ -146,7 +146,7 @@ def test_a_wrong_file_of_weights_is_refused(tmp_path: Path, content: bytes | Non
         torch.save({"layer.weight": torch.zeros(3)}, file)
     else:
         file.write_bytes(content)
-    with pytest.raises(ValueError, match="is not the file of weights"):
+    with pytest.raises(ValueError, match=r"weights.pth (cannot be read|is of another model)"):
         features.Inception(file)
 
 

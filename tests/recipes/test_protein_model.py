@@ -230,7 +230,7 @@ def test_torsion_errors_are_whole_numbers_by_torsion_the_short_way_round() -> No
     assert {k: v.tolist() for k, v in sums.items()} == {  # type: ignore[union-attr]
         "torsion error": [10_000, 20_000, 0, 0],
         "torsion hits": [1, 1, 0, 1],
-        "torsions": [1, 1, 0, 1],
+        "torsion count": [1, 1, 0, 1],
     }
 
 

@@ -19,9 +19,11 @@ from lockstep.evaluate import Evaluator
 from lockstep.flags import parse
 from lockstep.loss import Objective
 from lockstep.optim import Schedule, scaled_lr
-from lockstep.recipes.scribble import ScribbleRecipe, data, files, infer, losses
+from lockstep.recipes.confusion import confusion_matrix
+from lockstep.recipes.pixels import normalise, voc_palette
+from lockstep.recipes.scribble import ScribbleRecipe, data, infer
 from lockstep.recipes.scribble.model import Segmenter
-from lockstep.recipes.scribble.recipe import ScribbleOptions, normalised
+from lockstep.recipes.scribble.recipe import ScribbleOptions
 from lockstep.registry import find, spec_of
 from lockstep.rng import Rng
 
@@ -114,8 +116,8 @@ def test_pixels_without_a_label_change_nothing(scores: Tensor) -> None:
 def test_evaluation_leaves_out_pixels_without_a_label() -> None:
     label = torch.tensor([[[0, 1, 255], [2, 255, 1]]])
     predicted = torch.tensor([[[0, 2, 1], [2, 0, 1]]])
-    matrix = losses.confusion(label, predicted, 3)
-    assert torch.equal(matrix, losses.confusion(label, torch.where(label == 255, 2, predicted), 3))
+    matrix = confusion_matrix(predicted, label, 3)
+    assert torch.equal(matrix, confusion_matrix(torch.where(label == 255, 2, predicted), label, 3))
     assert matrix.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
 
 
@@ -192,8 +194,8 @@ def test_metrics_are_the_brute_force_ones_and_exact_over_any_split() -> None:
     truth[generator.random(truth.shape) < 0.2] = 255
     mine = recipe()
     pairs = list(zip(torch.from_numpy(truth), torch.from_numpy(predicted), strict=True))
-    whole = losses.confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6)
-    parts = sum(losses.confusion(t, p, 6) for t, p in pairs)
+    whole = confusion_matrix(torch.from_numpy(predicted), torch.from_numpy(truth), 6)
+    parts = sum(confusion_matrix(p, t, 6) for t, p in pairs)
     assert whole.dtype == torch.int64 and torch.equal(whole, parts)  # type: ignore[arg-type]
     values = mine.metrics({"confusion": whole})
     miou, accuracy, ious = brute_force(truth, predicted, 6)
@@ -233,7 +235,7 @@ def test_windows_cover_everything_and_are_averaged() -> None:
             total[:, :, top : top + 24, left : left + 24] += part
             count[top : top + 24, left : left + 24] += 1
     assert count.min() > 0
-    torch.testing.assert_close(infer.sliding(model, image, 24), total / count)
+    torch.testing.assert_close(infer.sliding_window(model, image, 24), total / count)
     everything = infer.probabilities(model, image[0], 24, [0.5, 1.0, 2.0], 0)
     torch.testing.assert_close(everything.sum(0), torch.ones(50, 40))
     model.seen.clear()
@@ -264,7 +266,7 @@ def test_predictions_have_the_input_s_size_order_and_name_in_any_batch(tmp_path:
     assert [file.name for file in made] == [f"x{i}.png" for i in range(5)]
     for file, labels in zip(made, by[1], strict=True):
         image = Image.open(file)
-        assert image.mode == "P" and image.getpalette()[: 3 * 6] == files.palette()[: 3 * 6]  # type: ignore[index]
+        assert image.mode == "P" and image.getpalette()[: 3 * 6] == voc_palette()[:6].flatten().tolist()  # type: ignore[index]
         assert np.array_equal(np.array(image), labels.numpy())
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [file.name for file in made], "nothing is left over"
 
@@ -331,7 +333,7 @@ def test_the_guide_s_flags_are_understood() -> None:
         ({"crop_size": 31}, "crop_size is at least 32, not 31"),
         ({"scale": (2.0, 0.5)}, "the smaller one first"),
         ({"blur": 1.5}, r"blur is in \[0, 1\]"),
-        ({"smoothing": 1.0}, "smoothing in"),
+        ({"smoothing": 1.0}, r"smoothing is in \[0, 1\), not 1.0"),
         ({"l_ds": -1.0}, "l_ds is 0 or more, not -1"),
         ({"l_lorm": float("nan")}, "l_lorm is 0 or more"),
         ({"test_scales": ()}, "test_scales are one or more"),
@@ -362,7 +364,7 @@ def test_smoke_makes_everything_small() -> None:
 
 
 def test_images_are_normalised_as_imagenet_s_are() -> None:
-    mean = normalised(torch.tensor(data.MEAN, dtype=torch.uint8)[None, :, None, None])
+    mean = normalise(torch.tensor(data.MEAN, dtype=torch.uint8)[None, :, None, None])
     assert mean.abs().max() < 0.02, "the filling is nothing to the network"
-    white = normalised(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)).flatten()
+    white = normalise(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)).flatten()
     torch.testing.assert_close(white, torch.tensor([0.515 / 0.229, 0.544 / 0.224, 0.594 / 0.225]))
