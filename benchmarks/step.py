@@ -15,16 +15,16 @@ import torch
 
 from lockstep.distributed import World, pick_device
 from lockstep.flags import parse
-from lockstep.recipe import find
+from lockstep.registry import find
 from lockstep.rng import Rng
-from lockstep.run import settle
+from lockstep.rundir import resolve_run_dir
 from lockstep.trainer import Trainer
 
 
 def ours(flags: list[str], folder: str) -> Trainer:
     request = parse(find("dit"), [*flags, "--out", folder, "--no_tensorboard"], "step")
-    world = World(device=pick_device(request.train.hardware, 0))
-    run = Trainer(request, world, settle(request))
+    world = World(device=pick_device(request.train.hardware.device, 0))
+    run = Trainer(request, world, resolve_run_dir(request.train.run, "dit", world))
     run.model.train()
     return run
 
@@ -35,7 +35,7 @@ def by_hand(run: Trainer) -> Callable[[], None]:
     model = run.recipe.model().to(device).train()
     shadow = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
-    size = run.sizes.micro_batch
+    size = run.setup.batching.micro_batch
     x = torch.randn(size, 3, 32, 32, device=device)
     y = torch.randint(0, 10, (size,), device=device)
 
@@ -46,7 +46,7 @@ def by_hand(run: Trainer) -> Callable[[], None]:
         y = torch.where(torch.rand(len(x), device=device) < 0.1, 10, y)
         return (model((1 - w) * x + w * z, t, y).float() - (z - x)).square().mean()
 
-    objective = torch.compile(loss) if run.compiled else loss
+    objective = torch.compile(loss) if run.setup.compiled else loss
 
     def step() -> None:
         with run.precision.autocast:
@@ -79,7 +79,7 @@ def seconds(step: Callable[[], object], steps: int, device: torch.device) -> flo
 
 def draws(run: Trainer, steps: int) -> float:
     """Seconds for all keyed draws of a step by themselves."""
-    index = torch.arange(run.sizes.micro_batch, device=run.world.device)
+    index = torch.arange(run.setup.batching.micro_batch, device=run.world.device)
 
     def act(epoch: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rng = Rng.of(0, epoch, index)
@@ -90,7 +90,7 @@ def draws(run: Trainer, steps: int) -> float:
             rng.bernoulli("flip", 0.5),
         )
 
-    act = torch.compile(act) if run.compiled else act
+    act = torch.compile(act) if run.setup.compiled else act
     return seconds(lambda: act(index * 0, index), steps, run.world.device)
 
 
@@ -107,7 +107,7 @@ def main() -> None:
         ratio = min(rows["lockstep"], rows["lockstep again"]) / rows["by hand"]
         result = {"device": str(run.world.device), "seconds": rows, "ratio": ratio}
         result["share_of_keyed_draws"] = draws(run, steps) / rows["by hand"]
-        result["images_per_second"] = run.sizes.global_batch / rows["lockstep"]
+        result["images_per_second"] = run.setup.batching.global_batch / rows["lockstep"]
         print(json.dumps(result, indent=2))
         del run
 

@@ -25,8 +25,8 @@ from lockstep.audit import probes
 from lockstep.audit.recorder import Recorder
 from lockstep.distributed import World, pick_device
 from lockstep.flags import parse
-from lockstep.recipe import find
-from lockstep.run import settle
+from lockstep.registry import find
+from lockstep.rundir import resolve_run_dir
 from lockstep.trainer import Trainer
 
 AUDIT, WATCH = 0.05, 0.005
@@ -65,8 +65,8 @@ def once(steps: int, flags: list[str]) -> dict[str, float]:
         probes.install(recorder)
         words = flags or ["--preset", "laptop", "--device", "cpu"]
         request = parse(find("dit"), [*words, "--out", f"{folder}/run", "--no_tensorboard"], "watching")
-        world = World(device=pick_device(request.train.hardware, 0))
-        run = Trainer(request, world, settle(request, world))
+        world = World(device=pick_device(request.train.hardware.device, 0))
+        run = Trainer(request, world, resolve_run_dir(request.train.run, "dit", world))
         run.model.train()
         clock = timer(world.device)
         with recorder.hide():
@@ -76,7 +76,7 @@ def once(steps: int, flags: list[str]) -> dict[str, float]:
             with recorder.hide():
                 hidden += elapsed(clock, run.train_step)
             recorded += elapsed(clock, run.train_step)
-        checks = [elapsed(clock, lambda: run.watch.check(run.step)) for _ in range(20)]
+        checks = [elapsed(clock, lambda: run.watch.check(run.progress.step, [])) for _ in range(20)]
         step = hidden / steps
         check = statistics.median(checks) / request.train.run.log_every
         return {"step": step, "audit": recorded / hidden - 1, "check": check / step}

@@ -1,13 +1,12 @@
-"""Checkpoints that are whole or not there: written beside, flushed, renamed; verified before a byte of them is used.
+"""Checkpoints that are whole or not there: written beside, flushed, renamed; verified before anything is used.
 
     checkpoints/step-00001000/      <stem>.safetensors for each group of tensors, state.json, manifest.json
-    checkpoints/best, last          links for people; loading depends on neither
+    checkpoints/best, last          links for users; loading depends on neither
 
-The manifest comes last and holds the size and SHA-256 of every file, and of itself. `Checkpoints` is for the one
-process of a run that writes, the functions are for all that read. Nothing but tensors is ever unpickled.
+The manifest is written last and holds the size and SHA-256 of every file, and of itself. Rank 0 writes with
+`Checkpoints`; the functions are for reading, on any rank. Nothing but tensors is ever unpickled.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,21 +23,21 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+
+from .files import replacing, sync_folder
+from .weights import check_shapes
 
 Tensors = dict[str, dict[str, Tensor]]  # file stem -> tensor name -> tensor
 State = dict[str, Any]  # whatever JSON can hold
-Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 FORMAT = 1
 _STEP = re.compile(r"step-(\d{8,})")
-_ASIDE = re.compile(r"\.step-(\d{8,})\.old")
-_LEFTOVER = re.compile(r"\.(?:step-\d{8,}|best|last)\.(\d{1,9})\.(?:tmp|gone)")
-_NUMBER = ":number"  # marks optimizer state that was a Python number, so that it comes back as one
+_REPLACED = re.compile(r"\.step-(\d{8,})\.old")
+_UNFINISHED = re.compile(r"\.(?:step-\d{8,}|best|last)\.(\d{1,9})\.(?:tmp|gone)")
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what was written."""
+    """The files of a checkpoint are not those that were written."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Checkpoints:
         self._recover()
 
     def save(self, step: int, tensors: Tensors, state: State, best: bool = False, final: bool = False) -> float:
-        """Copy off the device now, write in the background; returns the seconds the caller was held up."""
+        """Copy off the device now and write in the background; return the seconds the caller has waited."""
         start = time.perf_counter()
         self.wait()  # before the copy: two of them may not fit into memory
         text = json.dumps(state, indent=1)  # NaN and Infinity are written, and read back, as these words
@@ -81,7 +80,7 @@ class Checkpoints:
             self._thread = None
 
     def failure(self) -> str | None:
-        """What went wrong in the background since the last call, or None."""
+        """Return what went wrong in the background since the last call, or None."""
         message, self._failure = self._failure, None
         return message
 
@@ -97,7 +96,7 @@ class Checkpoints:
             self._link("last", name)
             if best:
                 self._link("best", name)
-            self._retire(name)
+            self._delete_old(name)
         except Exception as error:
             what = "saving" if self.written is None else "deleting old checkpoints after"
             reason = f"{what} step {step} in {self.folder} failed ({type(error).__name__}: {error})"
@@ -106,7 +105,7 @@ class Checkpoints:
             shutil.rmtree(beside, ignore_errors=True)  # there is none where all went well
 
     def _link(self, name: str, target: str) -> None:
-        """Point a link at a checkpoint, or do without where the file system has no links."""
+        """Point a link at a checkpoint; a file system without links has none."""
         with suppress(OSError):
             beside = self.folder / f".{name}.{os.getpid()}.tmp"
             beside.unlink(missing_ok=True)
@@ -114,7 +113,7 @@ class Checkpoints:
             beside.replace(self.folder / name)
 
     def _bests(self) -> set[str]:
-        """What `best` points at, and the newest that was saved as the best: not the same after a crash in between."""
+        """Return what `best` points at and the newest that was saved as best: a crash in between makes them differ."""
         names = set()
         with suppress(OSError):
             names.add((self.folder / "best").readlink().name)
@@ -124,31 +123,31 @@ class Checkpoints:
                     return names | {path.name}
         return names
 
-    def _retire(self, written: str) -> None:
+    def _delete_old(self, written: str) -> None:
         """Delete all but the newest `keep`, the best and the one just written. Called after a good write only."""
         names = [path.name for path in _stored(self.folder) if _STEP.fullmatch(path.name)]
         kept = {written, *names[: self.keep], *self._bests()}
         for name in set(names) - kept:
             gone = self.folder / f".{name}.{os.getpid()}.gone"
-            (self.folder / name).rename(gone)  # at once: half-deleted, it would look damaged
+            (self.folder / name).rename(gone)  # in one step: half-deleted, it would look damaged
             shutil.rmtree(gone)
 
     def _recover(self) -> None:
-        """Put in order what a process left that was killed in the middle of a write."""
+        """Clean up after a process that was killed in the middle of a write."""
         others = {path.name for path in Path("/proc").glob("[0-9]*")} - {str(os.getpid())}  # a restart may reuse ours
         for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
-            with suppress(OSError):  # reading copes with all of it, so a read-only folder does no harm
-                if aside := _ASIDE.fullmatch(path.name):
-                    target = self.folder / f"step-{aside[1]}"
+            with suppress(OSError):  # loading ignores all of it, so a read-only folder does no harm
+                if replaced := _REPLACED.fullmatch(path.name):
+                    target = self.folder / f"step-{replaced[1]}"
                     shutil.rmtree(path) if target.exists() else path.rename(target)
-                elif (leftover := _LEFTOVER.fullmatch(path.name)) and leftover[1] not in others:
+                elif (unfinished := _UNFINISHED.fullmatch(path.name)) and unfinished[1] not in others:
                     path.unlink() if path.is_symlink() else shutil.rmtree(path)
         if bests := [name for name in self._bests() if (self.folder / name).is_dir()]:
             self._link("best", max(bests))
 
 
 def _fill(folder: Path, tensors: Tensors, state: str, manifest: dict[str, Any]) -> None:
-    """Write and flush the files of a checkpoint, then the manifest that vouches for them."""
+    """Write and flush the files of a checkpoint, and last the manifest with their hashes."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for stem, group in tensors.items():
@@ -157,48 +156,36 @@ def _fill(folder: Path, tensors: Tensors, state: str, manifest: dict[str, Any]) 
     files = {path.name: _flushed(path) for path in sorted(folder.iterdir())}
     (folder / "manifest.json").write_bytes(_sealed({**manifest, "files": files}))
     _flushed(folder / "manifest.json")
-    _flush_names(folder)
+    sync_folder(folder)
 
 
 def _flushed(path: Path) -> dict[str, Any]:
-    """Flush a file; its entry in the manifest."""
+    """Flush a file and return its entry in the manifest."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}
 
 
-def _flush_names(folder: Path) -> None:
-    """Flush the names in a folder: only then does a rename outlive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that does not know this cannot do more
-            raise
-    finally:
-        os.close(handle)
-
-
 def _swap(beside: Path, target: Path) -> None:
-    """Rename `beside` to `target`. A crash at any moment leaves the old one or the new one, under a name we know."""
+    """Rename `beside` to `target`; a crash at any moment leaves the old or the new one, under a name that is found."""
     aside = target.with_name(f".{target.name}.old")
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
     beside.rename(target)
-    _flush_names(target.parent)
-    _flush_names(target.parent.parent)  # the folder itself may be new
+    sync_folder(target.parent)
+    sync_folder(target.parent.parent)  # the folder itself may be new
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
-    """A manifest's bytes: one spelling for one content, with the SHA-256 of the content in it."""
+    """Return the bytes of a manifest, with the SHA-256 of its content; equal contents have equal bytes."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=1, sort_keys=True).encode()
 
 
 def _host_copies(tensors: Tensors) -> Tensors:
-    """Contiguous copies in host memory, no two in one storage; one wait for the device."""
+    """Return contiguous copies in host memory, no two in one storage; waits for the device once."""
     copies = {stem: {name: _host_copy(tensor) for name, tensor in group.items()} for stem, group in tensors.items()}
     for device in {tensor.device for group in tensors.values() for tensor in group.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
@@ -216,20 +203,20 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _step_of(path: Path) -> int | None:
-    """The step that a checkpoint's name tells, also while it is moved aside; None for anything else."""
-    found = _STEP.fullmatch(path.name) or _ASIDE.fullmatch(path.name)
+    """Return the step in the name of a checkpoint, also of one that is being replaced; None for any other name."""
+    found = _STEP.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     return int(found[1]) if found else None
 
 
 def _stored(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first. One that was moved aside counts where its successor never came."""
+    """Return the checkpoints of a folder, newest first; one being replaced counts if the new one is missing."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []  # hidden ones first, so that the others win
     found = {step: path for path in paths if (step := _step_of(path)) is not None and path.is_dir()}
     return [found[step] for step in sorted(found, reverse=True)]
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one checkpoint folder. Every file is read once, verified, and only then parsed."""
+    """Return one checkpoint. Every file is read once, verified, and only then parsed."""
     manifest = _read_manifest(path)
     if manifest.get("format") != FORMAT:
         raise Damaged(f"{path} has format {manifest.get('format')} in manifest.json, this Lockstep reads {FORMAT}")
@@ -272,9 +259,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None; each damaged one on the way is reported by name."""
+    """Return the newest checkpoint that is intact, or None; each damaged one before it is reported by name."""
     tried: set[Path] = set()
-    while untried := [path for path in _stored(folder) if path not in tried]:  # anew: a live run may retire some
+    while untried := [
+        path for path in _stored(folder) if path not in tried
+    ]:  # listed again: a running run may delete some
         path = untried[0]
         tried.add(path)
         try:
@@ -286,7 +275,7 @@ def newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
 
 
 def resolve(path: Path) -> Path:
-    """What a user means by a checkpoint, a run or its `checkpoints`: the checkpoint, or the folder that holds them."""
+    """Return the checkpoint, or the folder of checkpoints, of a path to a run, its `checkpoints` or one checkpoint."""
     if is_checkpoint(path):
         return path
     for folder in (path / "checkpoints", path):
@@ -297,72 +286,14 @@ def resolve(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is one checkpoint, good or damaged, rather than a folder of them."""
+    """Return whether `path` is one checkpoint, intact or damaged, rather than a folder of them."""
     return path.is_dir() and ((path / "manifest.json").exists() or _step_of(path.resolve()) is not None)
 
 
-def match(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors of another model: `wanted` is what the model has, `found` what was loaded from `what`."""
-    here = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    there = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    reshaped = [name for name in here if name in there and here[name] != there[name]]
-    wrong = {
-        "missing": [f"{name} {here[name]}" for name in here if name not in there],
-        "unexpected": [f"{name} {there[name]}" for name in there if name not in here],
-        "of another shape": [f"{name} {there[name]}, here {here[name]}" for name in reshaped],
-    }
-    if any(wrong.values()):
-        parts = [f"{len(k)} {kind} ({'; '.join(k[:3] + ['...'] * (len(k) > 3))})" for kind, k in wrong.items() if k]
-        raise ValueError(f"{what} is of another model: {', '.join(parts)}. Use the settings that it was trained with.")
-
-
-def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
+def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
     """Copy loaded tensors into a plain model that has exactly these."""
-    match(model.state_dict(), tensors, what)
+    check_shapes(model.state_dict(), tensors, source)
     model.load_state_dict(tensors)
-
-
-def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """The optimizer's state as "<parameter name>/<state name>": free of parameter order, groups and wrappers."""
-    tensors = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            assert parameter in names, "the optimizer holds a parameter that the model does not have"
-            name = f"{names[parameter]}/{key}"
-            if isinstance(value, Tensor):
-                tensors[name] = value
-            elif isinstance(value, bool | int | float):
-                tensors[name + _NUMBER] = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
-            elif value is not None:  # None stands for what the optimizer makes at its next step
-                kind = f"{type(optimizer).__name__} keeps {name} as a {type(value).__name__}"
-                raise ValueError(f"{kind}; a checkpoint holds tensors and numbers only, so use another optimizer")
-    return tensors
-
-
-def restore_optimizer(optimizer: Optimizer, named_parameters: Named, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` took, whatever order and groups the parameters have now."""
-    parameters = dict(named_parameters)
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    states: dict[Tensor, dict[str, Any]] = {}
-    for name, value in tensors.items():
-        owner, _, key = name.rpartition("/")
-        parameter = parameters.get(owner)
-        if parameter is None or parameter not in groups:
-            raise ValueError(f"the checkpoint has optimizer state {name}, but no parameter {owner!r} is trained here")
-        placed = value.item() if key.endswith(_NUMBER) else _placed(value, key, parameter.detach(), groups[parameter])
-        states.setdefault(parameter, {})[key.removesuffix(_NUMBER)] = placed
-    optimizer.state.clear()
-    optimizer.state.update(states)
-
-
-def _placed(value: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """A copy where the optimizer itself would have made it, in the type it was saved in."""
-    if key == "step":  # the counter stays on the host unless kernels read it
-        on_device = group.get("fused") or group.get("capturable")
-        return value.to(parameter.device, torch.float32, copy=True) if on_device else value.to("cpu", copy=True)
-    if value.shape == parameter.shape:  # the strides too: fused kernels want those of the parameter
-        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-    return value.to(parameter.device, copy=True)
 
 
 def export(path_stem: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -370,33 +301,9 @@ def export(path_stem: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
     copies = _host_copies({"": dict(tensors)})[""]
     for ending in (".safetensors", ".pth"):
         path = path_stem.with_name(path_stem.name + ending)  # with_suffix would cut "ema-0.9999" at the dot
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(path) as temporary:
             if ending == ".pth":
-                torch.save(copies, beside)
+                torch.save(copies, temporary)
             else:
-                safetensors.torch.save_file(copies, beside, metadata)
-            _flushed(beside)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    _flush_names(path_stem.parent)
-
-
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """Read a .safetensors, .pth or .pt file that holds a dict of tensors; nothing else in it is unpickled."""
-    if path.suffix not in (".safetensors", ".pth", ".pt"):
-        raise ValueError(f"weights are read from .safetensors, .pth and .pt files, not from {path.name!r}")
-    if not path.is_file():
-        raise ValueError(f"there is no file {path} to read weights from")
-    try:
-        if path.suffix == ".safetensors":
-            weights = safetensors.torch.load(path.read_bytes())
-        else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} cannot be read: it is damaged, or holds more than tensors ({reason})") from None
-    if not isinstance(weights, dict) or not all(isinstance(x, Tensor) for x in weights.values()):
-        raise ValueError(f"{path} holds no dict of tensors; save `model.state_dict()` and nothing around it")
-    return {str(name): tensor.detach() for name, tensor in weights.items()}
+                safetensors.torch.save_file(copies, temporary, metadata)
+    sync_folder(path_stem.parent)

@@ -1,29 +1,44 @@
-"""The settings of a run: a flag of `lockstep train` is a field below. `flags.py` reads them."""
+"""The settings of a run: a flag of `lockstep train` is a field below. `flags.py` reads them.
 
-import dataclasses
+Each section checks its values when it is made, and knows which of its flags have no effect in a run.
+"""
+
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
-
-from .recipe import Recipe
-
-RUNS = Path("runs")
-"""Where runs go, each recipe's in a folder of its own."""
 
 EXCLUSIVE = [("n_steps", "epochs"), ("global_batch_size", "gradient_accumulation_steps")]
 
 
-def _check(holds: bool, rule: str, value: Any) -> None:
+def check(holds: bool, rule: str, value: Any, remedy: str = "") -> None:
+    """Refuse a setting: `rule` says what it must be, `value` what it is, `remedy` what to give instead."""
     if not holds:
-        raise ValueError(f"{rule}, not {value}")
+        raise ValueError(f"{rule}, not {value}{remedy and '; '}{remedy}")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run is like: by this, and by other settings, some flags have no effect."""
+
+    world_size: int = 1
+    local_rank: int = 0
+    on_cpu: bool = True
+    has_agent: bool = False
+    """Whether torchrun's agent has started this process, and can restart it."""
+    evaluates: bool = False
+    """Whether there are evaluations during training."""
+    has_validation_set: bool = False
+    generates: bool = False
+
+
+def _unused(*rules: tuple[str, bool, str]) -> dict[str, str]:
+    """Return, by flag, the reason of each rule (flag, has no effect, reason) that holds."""
+    return {name: reason for name, unused, reason in rules if unused}
 
 
 @dataclass
 class Data:
-    """How much data makes a step, and how long the run is."""
+    """Batch sizes, the length of the run, loader and seed."""
 
     batch_size: int = 32
     """Samples that one rank puts through the model at once (the micro-batch)."""
@@ -38,16 +53,16 @@ class Data:
     num_workers: int | None = None
     """Loader processes for each rank; by default 0 on a CPU, up to 8 beside a GPU. Also --workers."""
     seed: int = 0
-    """Names the order of the samples, all noise and the initial weights."""
+    """Determines the order of the samples, all noise and the initial weights."""
 
     def __post_init__(self) -> None:
-        _check(self.batch_size >= 1, "batch_size is at least 1", self.batch_size)
-        _check((self.global_batch_size or 1) >= 1, "global_batch_size is at least 1", self.global_batch_size)
+        check(self.batch_size >= 1, "batch_size is at least 1", self.batch_size)
+        check((self.global_batch_size or 1) >= 1, "global_batch_size is at least 1", self.global_batch_size)
         accumulation = self.gradient_accumulation_steps
-        _check(accumulation >= 0, "gradient_accumulation_steps is at least 0 (0 and 1 both mean none)", accumulation)
-        _check(self.n_steps is None or self.n_steps >= 1, "n_steps is at least 1", self.n_steps)
-        _check(self.epochs is None or self.epochs >= 1, "epochs is at least 1", self.epochs)
-        _check((self.num_workers or 0) >= 0, "num_workers is at least 0", self.num_workers)
+        check(accumulation >= 0, "gradient_accumulation_steps is at least 0 (0 and 1 both mean none)", accumulation)
+        check(self.n_steps is None or self.n_steps >= 1, "n_steps is at least 1", self.n_steps)
+        check(self.epochs is None or self.epochs >= 1, "epochs is at least 1", self.epochs)
+        check((self.num_workers or 0) >= 0, "num_workers is at least 0", self.num_workers)
 
 
 @dataclass
@@ -55,7 +70,7 @@ class Optim:
     """The update: optimizer, learning rate, clipping, averaged weights."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """The rule that turns gradients into steps."""
+    """The optimizer."""
     lr: float = 1e-4
     """Learning rate before scaling. Also --learning_rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -63,17 +78,17 @@ class Optim:
     base_batch_size: int = 256
     """The global batch for which lr was chosen."""
     schedule: Literal["constant", "cosine", "linear", "step", "plateau"] = "constant"
-    """What the learning rate does after the warm-up; plateau: drops where evaluations stop improving."""
+    """The learning rate after the warm-up; plateau: lowered when evaluations stop improving."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly from 0."""
     warmup_epochs: float = 0.0
     """The same in epochs; the two add up."""
     min_lr: float = 0.0
-    """Where cosine and linear end, and below which plateau does not go; before scaling."""
+    """The learning rate at which cosine and linear end, and the lowest of plateau; before scaling."""
     decay_steps: int = 10_000
     """Steps between two drops of the schedule `step`."""
     decay_factor: float = 0.1
-    """What the schedules `step` and `plateau` multiply by at each drop."""
+    """The factor of each drop of the schedules `step` and `plateau`."""
     decay_patience: int = 5
     """Evaluations in a row without improvement before each drop of the schedule `plateau`."""
     weight_decay: float = 0.0
@@ -85,7 +100,7 @@ class Optim:
     momentum: float = 0.9
     """sgd: decay of the velocity."""
     clip_grad: float = 0.0
-    """Largest norm of the gradient; 0 for no clipping. Also --grad_clip."""
+    """Clip the gradient to this norm; 0: no clipping. Also --grad_clip."""
     max_bad_steps: int = 20
     """Steps in a row with a non-finite gradient (each is skipped on all ranks) after which the run stops."""
     ema_decay: tuple[float, ...] = ()
@@ -93,13 +108,27 @@ class Optim:
 
     def __post_init__(self) -> None:
         for name in ("lr", "min_lr", "warmup_steps", "warmup_epochs", "weight_decay", "clip_grad"):
-            _check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
+            check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
         for name in ("base_batch_size", "decay_steps", "decay_patience", "max_bad_steps"):
-            _check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+            check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
         for name in ("beta1", "beta2", "momentum"):
-            _check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name))
+            check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name))
         for decay in self.ema_decay:
-            _check(0 < decay < 1, "ema_decay is between 0 and 1", decay)
+            check(0 < decay < 1, "ema_decay is between 0 and 1", decay)
+
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        optimizer, schedule = f"the optimizer is {self.optimizer}", f"the schedule is {self.schedule}"
+        return _unused(
+            ("momentum", self.optimizer != "sgd", optimizer),
+            ("beta1", self.optimizer != "adamw", optimizer),
+            ("beta2", self.optimizer != "adamw", optimizer),
+            ("base_batch_size", self.lr_scaling == "none", "lr_scaling is none"),
+            ("min_lr", self.schedule not in ("cosine", "linear", "plateau"), schedule),
+            ("decay_steps", self.schedule != "step", schedule),
+            ("decay_factor", self.schedule not in ("step", "plateau"), schedule),
+            ("decay_patience", self.schedule != "plateau", schedule),
+        )
 
 
 @dataclass
@@ -109,7 +138,7 @@ class Hardware:
     nproc: str = "1"
     """Processes to start on this machine: a number, or `auto` for one on each visible GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes the GPU if there is one."""
+    """The device; auto: the GPU if there is one."""
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
     """Arithmetic of the model; auto: bf16 (or fp16) on a GPU that has it, fp32 on a CPU."""
     use_amp: bool = True
@@ -119,37 +148,52 @@ class Hardware:
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
     max_restarts: int = 0
-    """How often --nproc starts all ranks again, from the last checkpoint, when one has died."""
+    """How often --nproc restarts all ranks, from the last checkpoint, after one has failed."""
     timeout: float = 600.0
     """Seconds after which a rank that waits for the others gives up."""
     distributed: bool = False
-    """Expect to be one of several processes, and say so if not. Also --ddp."""
+    """Expect to be one of several processes, and print a note if not. Also --ddp."""
     local_rank: int | None = None
-    """Accepted from torch.distributed.launch; LOCAL_RANK of the environment holds."""
+    """Accepted from torch.distributed.launch; LOCAL_RANK of the environment is used."""
     world_size: int | None = None
-    """Accepted; WORLD_SIZE of the environment holds."""
+    """Accepted; WORLD_SIZE of the environment is used."""
     dist_url: str = "env://"
-    """Accepted; MASTER_ADDR and MASTER_PORT of the environment hold."""
+    """Accepted; MASTER_ADDR and MASTER_PORT of the environment are used."""
 
     def __post_init__(self) -> None:
         valid = self.nproc == "auto" or (self.nproc.isdigit() and int(self.nproc) >= 1)
-        _check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
-        _check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
-        _check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
+        check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
+        check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
+        check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
         if not self.use_amp:
             wanted = self.precision in ("auto", "fp32")
-            _check(wanted, "no_use_amp means --precision fp32; give one of the two", f"--precision {self.precision}")
+            check(wanted, "no_use_amp means --precision fp32; give one of the two", f"--precision {self.precision}")
             self.precision = "fp32"
+
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        return _unused(
+            ("max_restarts", not facts.has_agent, "there is one process, and no agent to restart it"),
+            ("use_amp", self.use_amp and facts.on_cpu, "on a CPU it is slower; --precision bf16 turns it on"),
+            ("world_size", self.world_size != facts.world_size, f"the environment says {facts.world_size}"),
+            ("local_rank", self.local_rank != facts.local_rank, f"the environment says {facts.local_rank}"),
+            ("dist_url", self.dist_url != "env://", "MASTER_ADDR and MASTER_PORT of the environment are used"),
+            (
+                "nproc",
+                self.nproc not in ("auto", str(facts.world_size)),
+                f"this was started as {facts.world_size} process(es)",
+            ),
+        )
 
 
 @dataclass
 class Run:
-    """Where the run goes and what it writes on the way."""
+    """The run's folder, and what is written to it."""
 
     out: str | None = None
     """The run's folder; by default runs/<recipe>/<date-time>. Also --output_dir, --save_dir."""
     resume: str | None = None
-    """`auto`: go on if there is a checkpoint; `latest`: there must be one; or the path of a run or a checkpoint."""
+    """`auto`: resume if there is a checkpoint; `latest`: there must be one; or the path of a run or a checkpoint."""
     config: str | None = None
     """A YAML file of flags."""
     preset: str | None = None
@@ -161,17 +205,17 @@ class Run:
     save_every: str = "1000"
     """Steps between two checkpoints, or epochs (`1ep`); 0: only at the end."""
     sample_every: str = "0"
-    """Steps, or epochs, between two sets of samples, for recipes that generate; 0: only at the end."""
+    """Steps, or epochs, between two sets of samples, for recipes that generate; also at the end. 0: none at all."""
     keep: int = 3
     """How many checkpoints to keep besides the best."""
     best_metric: str = "loss"
     """The validation metric that decides which checkpoint is best."""
     best_mode: Literal["min", "max"] = "min"
-    """Whether less of it is better or more."""
+    """Whether a lower or a higher value is better."""
     patience: int = 0
     """Stop after this many evaluations without improvement; 0: never."""
     min_delta: float = 0.0
-    """What counts as an improvement."""
+    """How much better a value must be to count as an improvement."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     curves: bool = True
@@ -188,11 +232,25 @@ class Run:
     def __post_init__(self) -> None:
         for name in ("eval_every", "save_every", "sample_every"):
             valid = re.fullmatch(r"\d+|\d*\.?\d+ep", getattr(self, name))
-            _check(bool(valid), f"{name} is a number of steps, or of epochs as in 1ep", getattr(self, name))
+            check(bool(valid), f"{name} is a number of steps, or of epochs as in 1ep", getattr(self, name))
         for name in ("patience", "min_delta"):
-            _check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
+            check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
         for name in ("log_every", "keep"):
-            _check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+            check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        no_evaluation = "nothing is evaluated during training"
+        return _unused(
+            ("eval_every", not facts.has_validation_set and self.eval_every != "0", "there is no validation set"),
+            ("patience", not facts.evaluates, no_evaluation),
+            ("min_delta", not facts.evaluates, no_evaluation),
+            ("best_metric", not facts.evaluates, no_evaluation),
+            ("sample_every", not facts.generates, "this recipe generates nothing"),
+            ("wandb_project", not self.use_wandb, "use_wandb is off"),
+            ("wandb_name", not self.use_wandb, "use_wandb is off"),
+            ("logdir", not self.tensorboard, "tensorboard is off"),
+        )
 
 
 @dataclass
@@ -204,41 +262,7 @@ class TrainConfig:
     hardware: Hardware = field(default_factory=Hardware)
     run: Run = field(default_factory=Run)
 
-
-@dataclass
-class Request:
-    """What the user asked for: settings, the recipe's options, and which of them the user gave."""
-
-    recipe: type[Recipe]
-    train: TrainConfig
-    options: Any
-    given: frozenset[str] = frozenset()
-    smoke: int | None = None
-
-    def flat(self) -> dict[str, Any]:
-        """Every setting by flag name, as a YAML file would hold it."""
-        groups = [self.options, *(getattr(self.train, f.name) for f in dataclasses.fields(self.train))]
-        return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
-
-    def write(self, path: Path) -> None:
-        """The settings as a file that `--config` reads, without what is unset or about this start alone."""
-        this_start = {"resume", "config", "preset", "out", "nproc", "local_rank", "world_size"}
-        settings = {k: v for k, v in self.flat().items() if v is not None and k not in this_start}
-        for holds, idle in EXCLUSIVE:
-            if holds in settings:
-                settings.pop(idle, None)
-        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-        write_whole(path, yaml.safe_dump(settings, sort_keys=False))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write beside and rename: whoever reads it, or is killed, finds the old text or the new one."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text)
-    beside.replace(path)
-
-
-def newest_run(runs: Path) -> Path | None:
-    """The run under `runs` that was last worked on, of those with a checkpoint."""
-    found = [p.parent for p in runs.glob("*/checkpoints") if any(p.glob("step-*"))]
-    return max(found, key=lambda p: p.stat().st_mtime) if found else None
+    def without_effect(self, facts: RunFacts) -> dict[str, str]:
+        """Return, by flag, why it has no effect in such a run."""
+        sections = (self.optim, self.hardware, self.run)
+        return {name: reason for section in sections for name, reason in section.without_effect(facts).items()}

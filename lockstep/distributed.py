@@ -1,7 +1,7 @@
-"""The process group: who we are, on which device, and how ranks agree.
+"""The process group: rank, device, agreement between ranks, signals, and what happens when a rank fails.
 
-`session` makes the group from the environment that torchrun (or a debugger, or a scheduler) sets, and takes it down
-again. Without that environment the world has one rank and every method here does the plain thing.
+`session` makes the group from the environment that torchrun (or a debugger, or a scheduler) sets, and destroys it
+again. Without that environment the world has one rank, and every collective here returns its input.
 """
 
 import gc
@@ -21,99 +21,101 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .config import Hardware
-
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _FAILED = "lockstep/failed"
 _failures: dist.Store | None = None
 
 
-class Unreachable(ValueError):
-    """This rank cannot meet the others. Each machine may have a reason of its own."""
+class RunFailed(RuntimeError):
+    """The run cannot continue, on any rank; the message says why."""
+
+
+class RendezvousError(ValueError):
+    """This rank cannot connect to the others; every machine reports its own reason."""
 
 
 @dataclass
 class World:
-    """This process among the others."""
+    """This rank: its number, its device, and collectives with the other ranks."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
-    control: dist.ProcessGroup | None = None
-    """A gloo group of its own for small messages between the hosts; never waits for a device."""
+    cpu_group: dist.ProcessGroup | None = None
+    """A gloo group for small messages between the hosts; it never waits for a device."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Added up over all ranks, in place, on the tensor's device."""
+        """Return the sum over all ranks; in place, on the tensor's device."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        dist.broadcast_object_list(box, src=0, group=self.cpu_group)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in order, on rank 0; an empty list on the others."""
+        """Return every rank's value, in order, on rank 0; an empty list on the others."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(value, values, dst=0, group=self.control)
+        dist.gather_object(value, values, dst=0, group=self.cpu_group)
         return values or []
 
-    def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers. A message between hosts: the devices go on with what they have."""
+    def all_reduce_max(self, number: int) -> int:
+        """Return the largest of all ranks' numbers. A message between hosts: it does not wait for the devices."""
         if self.size == 1:
             return number
-        ballot = torch.tensor([number], dtype=torch.int32)
-        dist.all_reduce(ballot, dist.ReduceOp.MAX, group=self.control)
-        return int(ballot.item())
+        largest = torch.tensor([number], dtype=torch.int32)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.cpu_group)
+        return int(largest.item())
 
-    def decide(self, act: Callable[[], Any]) -> Any:
-        """Rank 0 acts, every rank gets the result; what rank 0 finds wrong is wrong on all of them."""
+    def on_main(self, function: Callable[[], Any]) -> Any:
+        """Call `function` on rank 0 and return its result on every rank; its ValueError is raised on every rank."""
         result, error = None, None
         if self.is_main:
             try:
-                result = act()
-            except ValueError as wrong:
-                error = str(wrong)
+                result = function()
+            except ValueError as raised:
+                error = str(raised)
         result, error = self.broadcast((result, error))
         if error is not None:
             raise ValueError(error)
         return result
 
     def barrier(self) -> None:
-        """Wait for all ranks; the one that is late is named when the time is up."""
-        if self.control is not None:
-            dist.monitored_barrier(self.control, wait_all_ranks=True)
+        """Wait for all ranks; a time-out names the ranks that did not arrive."""
+        if self.cpu_group is not None:
+            dist.monitored_barrier(self.cpu_group, wait_all_ranks=True)
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank has failed before: only the first failure is worth the user's eyes."""
-    if _failures is None:  # before ranks know each other they mostly find the same thing wrong
+    """Return whether no other rank has failed before: only the first failure is printed."""
+    if _failures is None:  # before the group exists, ranks mostly fail for the same reason
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            threading.Event().wait(20)  # the launcher ends all at the first exit: let the one who speaks be that
-        return True  # and it is still here: nobody was ended, so perhaps nobody has spoken
+            threading.Event().wait(20)  # the launcher ends all ranks at the first exit: local rank 0 prints and exits
+        return True  # still running: no rank has exited, so perhaps none has printed
     try:
         first = _failures.add(_FAILED, 1) == 1
-    except Exception:  # the store died with the process that failed first
+    except Exception:  # the store was in the process that failed first
         return False
     if not first:
-        threading.Event().wait(2)  # again: let the one who speaks be the first to end
+        threading.Event().wait(2)  # again: the rank that prints exits first
     return first
 
 
 def lost_contact(error: Exception) -> str | None:
-    """In plain words, if what failed is the talk between ranks: the cause is elsewhere, a stack trace would mislead."""
+    """Return a message if what failed is a collective: the cause is on another rank, a stack trace would mislead."""
     text = str(error)
     if not isinstance(error, dist.DistError | RuntimeError):
         return None
@@ -121,160 +123,167 @@ def lost_contact(error: Exception) -> str | None:
         return f"waited too long for another rank (--timeout): {text.splitlines()[0]}"
     gone = ("onnection closed", "onnection reset", "ocket closed", "roken pipe", "remote process exited")
     if any(sign in text for sign in gone):
-        return "lost contact with another rank, which has ended"
+        return "lost the connection to another rank, which has exited"
     return None
 
 
-class Signals:
-    """Ctrl-C and a scheduler's signals, taken as a wish to stop after the step. A second one ends the process."""
+class StopSignals:
+    """Turns Ctrl-C and a scheduler's signals into a request to stop after the step. A second one ends the process."""
 
-    KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    ONE_WISH = 1.0
+    HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+    SAME_REQUEST = 1.0
     """Seconds within which signals count as one: a scheduler may reach a rank directly and through its launcher."""
 
     def __init__(self) -> None:
-        self.received, self._since = 0, 0.0
-        """The number of the first one that came."""
-        self._before: dict[signal.Signals, Any] = {}
+        self.received, self._received_at = 0, 0.0
+        """The number of the first signal; 0 for none."""
+        self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> "Signals":
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for kind in self.KINDS:
-                self._before[kind] = signal.signal(kind, self._take)
+            for number in self.HANDLED:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # nohup: the terminal may be closed without ending the run
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for kind, handler in self._before.items():
-            signal.signal(kind, handler)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
-    def _take(self, number: int, _: FrameType | None) -> None:
-        if self.received and time.monotonic() - self._since > self.ONE_WISH:
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.received and time.monotonic() - self._received_at > self.SAME_REQUEST:
             os._exit(128 + number)
         if not self.received:
-            self.received, self._since = number, time.monotonic()
+            self.received, self._received_at = number, time.monotonic()
 
 
 @contextmanager
-def session(hardware: Hardware) -> Iterator[World]:
-    """The world, from first contact to a clean end."""
-    world = connect(hardware)
+def session(device: str = "auto", timeout: float = 600.0, local_rank: int | None = None) -> Iterator[World]:
+    """Join the process group, yield this rank's world, and leave the group.
+
+    After an exception the group is not left: waiting for the other ranks would hang.
+    """
+    world = connect(device, timeout, local_rank)
     yield world
-    disconnect(world)  # not after an exception: to wait for the others then would be to hang with them
+    disconnect(world)
 
 
-def connect(hardware: Hardware) -> World:
-    """Join the process group that the environment describes, or be a world of one."""
+def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None = None) -> World:
+    """Join the process group that the environment describes, or return a world of one rank.
+
+    `timeout`: seconds after which a rank that waits for the others gives up. `local_rank` counts where LOCAL_RANK is
+    not set.
+    """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return World(device=pick_device(hardware, 0))
+        return World(device=pick_device(device, 0))
     missing = [name for name in ENVIRONMENT if name not in os.environ and name != "LOCAL_RANK"]
     if missing:
         raise ValueError(f"RANK or WORLD_SIZE is set but not {', '.join(missing)}; torchrun sets them all")
-    local_rank = int(os.environ.get("LOCAL_RANK", hardware.local_rank or 0))
-    device = pick_device(hardware, local_rank)
-    timeout = timedelta(seconds=hardware.timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    nccl_device = device if device.type == "cuda" else None
+    local_rank = int(os.environ.get("LOCAL_RANK", local_rank or 0))
+    own_device = pick_device(device, local_rank)
+    on_gpu, limit = own_device.type == "cuda", timedelta(seconds=timeout)
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-        store.set_timeout(timeout)
-        store = _muster(store, rank, size, hardware.timeout)
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+        store.set_timeout(limit)
+        store = _fresh_store(store, rank, size, timeout)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=nccl_device
-        )
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit,
+            device_id=own_device if on_gpu else None,
+        )  # fmt: skip
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise Unreachable(_explain(error, where, hardware.timeout)) from None
-    control = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
-    world = World(rank, size, local_rank, device, "nccl" if device.type == "cuda" else "gloo", control)
+        raise RendezvousError(_explain(error, address, timeout)) from None
+    cpu_group = dist.new_group(backend="gloo", timeout=limit) if size > 1 else None
     if size > 1:
         global _failures
         _failures = store
-        _keep_watch(store.clone())  # type: ignore[attr-defined]
-    return world
+        _start_failure_monitor(store.clone())  # type: ignore[attr-defined]
+    return World(rank, size, local_rank, own_device, "nccl" if on_gpu else "gloo", cpu_group)
 
 
-def _muster(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
-    """A part of the store that only those who are here now know of.
+def _fresh_store(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+    """Return a view of the store under a prefix that only the processes running now know.
 
-    torchrun's agent keeps its store when workers are restarted or a node joins; nodes do not even agree on how often
-    that has happened. So rank 0 makes up a name for this meeting and tells it to whoever calls, until all have
-    answered by that name: what the dead have left in the store answers nothing.
+    torchrun's agent keeps its store when workers are restarted or a node joins, and nodes do not even agree on how
+    often that has happened. So rank 0 makes up a prefix and sends it to each rank that asks, until all have confirmed
+    it; keys left in the store by processes that have exited confirm nothing.
     """
     if rank > 0:
-        caller = uuid.uuid4().hex
-        store.set(f"lockstep/caller/{rank}", caller)
-        meeting = store.get(f"lockstep/meeting/{caller}").decode()
-        store.set(f"lockstep/{meeting}/here/{rank}", "")
-        return dist.PrefixStore(f"lockstep/{meeting}", store)
-    meeting, absent, told = uuid.uuid4().hex, set(range(1, size)), set()
+        request = uuid.uuid4().hex
+        store.set(f"lockstep/request/{rank}", request)
+        prefix = store.get(f"lockstep/prefix/{request}").decode()
+        store.set(f"lockstep/{prefix}/joined/{rank}", "")
+        return dist.PrefixStore(f"lockstep/{prefix}", store)
+    prefix, missing, answered = uuid.uuid4().hex, set(range(1, size)), set()
     pause, deadline = threading.Event(), time.monotonic() + timeout
-    while absent:
-        for other in sorted(absent):
-            if store.check([f"lockstep/{meeting}/here/{other}"]):
-                absent.discard(other)
-            elif store.check([f"lockstep/caller/{other}"]):
-                caller = store.get(f"lockstep/caller/{other}").decode()
-                if caller not in told:
-                    told.add(caller)
-                    store.set(f"lockstep/meeting/{caller}", meeting)
-        if absent and time.monotonic() > deadline:
-            raise dist.DistStoreError(f"absent: rank {', '.join(str(r) for r in sorted(absent))}")
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"lockstep/{prefix}/joined/{other}"]):
+                missing.discard(other)
+            elif store.check([f"lockstep/request/{other}"]):
+                request = store.get(f"lockstep/request/{other}").decode()
+                if request not in answered:
+                    answered.add(request)
+                    store.set(f"lockstep/prefix/{request}", prefix)
+        if missing and time.monotonic() > deadline:
+            raise dist.DistStoreError(f"missing: rank {', '.join(str(r) for r in sorted(missing))}")
         pause.wait(0.01)
-    return dist.PrefixStore(f"lockstep/{meeting}", store)
+    return dist.PrefixStore(f"lockstep/{prefix}", store)
 
 
-def _explain(error: Exception, where: str, timeout: float) -> str:
+def _explain(error: Exception, address: str, timeout: float) -> str:
     if "EADDRINUSE" in str(error) or "in use" in str(error):
-        return f"the port of {where} is in use; choose another with --master_port or MASTER_PORT"
+        return f"the port of {address} is in use; choose another with --master_port or MASTER_PORT"
     return (
-        f"could not meet the other ranks at {where} within {timeout:g} s (--timeout): are all "
+        f"could not connect to the other ranks at {address} within {timeout:g} s (--timeout): are all "
         f"{os.environ['WORLD_SIZE']} of them started, and can they reach that address? ({str(error).splitlines()[0]})"
     )
 
 
 def disconnect(world: World) -> None:
-    """Leave the group. Wrapped models must be gone by now: a live DDP object makes gloo abort at exit."""
+    """Leave the group. Wrapped models must be deleted before: a live DDP object makes gloo abort at exit."""
     if dist.is_initialized():
         gc.collect()
-        with suppress(Exception):  # all work is done: a launcher that is gone, and its store with it, spoils nothing
+        with suppress(Exception):  # all work is done: it does no harm if the launcher, and its store, have exited
             world.barrier()
             dist.destroy_process_group()
 
 
-def pick_device(hardware: Hardware, local_rank: int) -> torch.device:
-    """The device of this rank; more ranks than GPUs is an error, never a silent sharing."""
+def pick_device(device: str, local_rank: int) -> torch.device:
+    """Return the device of this rank; more ranks than GPUs is an error, never a silent sharing."""
     gpus = torch.cuda.device_count()
-    if hardware.device == "cuda" and gpus == 0:
+    if device == "cuda" and gpus == 0:
         raise ValueError("--device cuda, but no GPU is visible (CUDA_VISIBLE_DEVICES?); use --device cpu")
-    if hardware.device == "cpu" or gpus == 0:
+    if device == "cpu" or gpus == 0:
         return torch.device("cpu")
-    here = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if here > gpus:
-        raise ValueError(f"{here} processes, but {gpus} GPU(s) are visible; start {gpus} or use --device cpu")
+    local_ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if local_ranks > gpus:
+        raise ValueError(f"{local_ranks} processes, but {gpus} GPU(s) are visible; start {gpus} or use --device cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
-def _keep_watch(store: dist.Store, period: float = 1.0, grace: float = 5.0) -> None:
-    """End this process when another rank has failed: the main thread may be stuck in a collective with it.
+def _start_failure_monitor(store: dist.Store, period: float = 1.0, grace: float = 5.0) -> None:
+    """Start a thread that exits this process when another rank has failed: the main thread may hang in a collective.
 
-    When the agent that started us is gone, nobody would ever end or restart us: that is taken as a wish to stop.
+    If the agent that started this process is gone, nothing would ever stop or restart it: that requests a stop.
     """
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
-    def watch() -> None:
-        pause, silent = threading.Event(), 0
-        while silent < 2:  # no store any more, and yet the agent is there: the group is gone, and so is our task
+    def monitor() -> None:
+        pause, unreachable = threading.Event(), 0
+        while unreachable < 2:  # the store is gone but the agent is not: the group was left in order
             pause.wait(period)
-            if agent is not None and os.getppid() != agent:  # its store has gone with it
+            if agent is not None and os.getppid() != agent:  # its store is gone too
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             try:
                 if store.check([_FAILED]):
                     pause.wait(grace)
                     os._exit(1)
-                silent = 0
+                unreachable = 0
             except Exception:
-                silent += 1
+                unreachable += 1
 
-    threading.Thread(target=watch, name="lockstep-watch", daemon=True).start()
+    threading.Thread(target=monitor, name="lockstep-failure-monitor", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The model in use, on all ranks, without training: evaluation, prediction, generation.
+"""The model without training, on all ranks: evaluation, prediction, generation.
 
 Rank r takes its contiguous share of the set, no sample twice and none left out, so a value does not depend on the
 world: sums are integers or float64, added up once at the end.
@@ -6,137 +6,174 @@ world: sums are integers or float64, added up once at the end.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .distributed import World
-from .loader import fetch_items, to_device
-from .recipe import Recipe, Sums
+from .distributed import RunFailed, World
+from .loader import item_getter, to_device
+from .loss import Sums, loss_means, loss_sums
+from .recipe import Batch, Evaluates, Generates, Predicts, Recipe, SeveralTerms, Tests
 from .rng import Rng
 
 EVALUATION_EPOCH = -1
-"""The epoch that names randomness outside training: the same at every evaluation."""
+"""The epoch in the keys of randomness outside training: the same at every evaluation."""
+ReportProgress = Callable[[int, int], None]
+"""report_progress(done, total), in samples of this rank."""
+
+
+class EvaluationFailed(RunFailed):
+    """Some rank could not evaluate, predict or generate; raised on all of them."""
 
 
 def share(count: int, world: World) -> range:
-    """The numbers of this rank among 0 … count-1."""
+    """Return the numbers of this rank among 0 … count-1."""
     return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
 
-def counted(dataset: Any) -> int:
-    """The size of a set, without which an exact metric cannot be had."""
+def dataset_size(dataset: Any) -> int:
+    """Return the size of a set; without one, no exact metric can be computed."""
     try:
         return len(dataset)
     except TypeError:
         raise ValueError(
-            "a data set without a length (an IterableDataset) cannot be shared out exactly; give it __len__ and "
+            "a data set without a length (an IterableDataset) cannot be split over ranks exactly; give it __len__ and "
             "__getitem__"
         ) from None
 
 
-@torch.no_grad()
-def total(
-    count: int, batch_size: int, part: Callable[[range, Rng], Sums], world: World, seed: int
-) -> dict[str, Tensor]:
-    """The sums of `part(numbers, rng)` over 0 … count-1, made by all ranks together; the same on each of them."""
-    sums: dict[str, Tensor] = {}
-    numbers = share(count, world)
-    for start in range(numbers.start, numbers.stop, batch_size):
-        chosen = range(start, min(start + batch_size, numbers.stop))
-        for name, value in part(chosen, keyed(chosen, world.device, seed)).items():
-            exact = torch.as_tensor(value, device=world.device)
-            exact = exact.to(torch.float64 if exact.is_floating_point() else torch.int64)
-            sums[name] = sums[name] + exact if name in sums else exact
-    gathered = world.gather({name: value.cpu() for name, value in sums.items()})
-    added: dict[str, Tensor] = world.broadcast(_add_up(gathered) if world.is_main else None)
-    return added
-
-
-def evaluate(
-    recipe: Recipe,
-    model: nn.Module,
-    dataset: Any,
-    world: World,
-    batch_size: int,
-    autocast: AbstractContextManager[Any],
-    seed: int,
-    limit: int | None = None,
-    of_batch: Callable[[nn.Module, Any, Rng], Sums] | None = None,
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The recipe's metrics over the whole set (or its first `limit` samples), and their sums; equal on every rank."""
-    of_batch = of_batch or recipe.evaluate_batch
-
-    def part(numbers: range, rng: Rng) -> Sums:
-        items = recipe.collate(fetch_items(dataset, list(numbers)))
-        with autocast:
-            return of_batch(model, to_device(items, world.device, torch.get_default_dtype()), rng)
-
-    with in_use(model):
-        sums = total(min(counted(dataset), limit or counted(dataset)), batch_size, part, world, seed)
-    return recipe.metrics(sums), sums
-
-
-@torch.no_grad()
-def predict(
-    recipe: Recipe,
-    model: nn.Module,
-    dataset: Any,
-    world: World,
-    batch_size: int,
-    autocast: AbstractContextManager[Any],
-) -> list[Any]:
-    """What the recipe predicts for each item, in order; on rank 0, an empty list elsewhere."""
-    made: list[Any] = []
-    numbers = share(counted(dataset), world)
-    with in_use(model):
-        for start in range(numbers.start, numbers.stop, batch_size):
-            chosen = list(range(start, min(start + batch_size, numbers.stop)))
-            batch = to_device(recipe.collate(fetch_items(dataset, chosen)), world.device, torch.get_default_dtype())
-            with autocast:
-                made += [to_device(entry, torch.device("cpu")) for entry in recipe.predict_batch(model, batch)]
-    return [entry for part in world.gather(made) for entry in part]
-
-
 @contextmanager
-def in_use(model: nn.Module) -> Iterator[None]:
-    """Within it the model is not training."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode for the duration of the block."""
     was_training = model.training
     model.eval()
-    yield
-    model.train(was_training)
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
-def _add_up(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: torch.stack([part[name] for part in parts if name in part]).sum(0) for name in names}
+@dataclass
+class Evaluator:
+    """A recipe and its model, used by all ranks together; the model is in evaluation mode meanwhile."""
+
+    recipe: Recipe
+    model: nn.Module
+    world: World
+    autocast: AbstractContextManager[Any]
+    seed: int
+    report_progress: ReportProgress = lambda done, total: None
+
+    def evaluate(
+        self, dataset: Any, batch_size: int, limit: int | None = None, testing: bool = False
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Return the metrics over the whole set (or its first `limit` samples), and their sums; equal on every rank."""
+        batch_sums = self._batch_sums(testing)
+
+        def sums_of(numbers: range, rng: Rng) -> Sums:
+            batch = self._batch(dataset, list(numbers))
+            with self.autocast:
+                return batch_sums(self.model, batch, rng)
+
+        size = dataset_size(dataset)
+        with eval_mode(self.model):
+            sums = self.sum_over_ranks(min(size, limit or size), batch_size, sums_of)
+        return self.recipe.metrics(sums) if isinstance(self.recipe, Evaluates) else loss_means(sums), sums
+
+    def _batch_sums(self, testing: bool) -> Callable[[nn.Module, Batch, Rng], Sums]:
+        recipe = self.recipe
+        if testing and isinstance(recipe, Tests):
+            return recipe.test_batch
+        if isinstance(recipe, Evaluates):
+            return recipe.evaluate_batch
+        counts = recipe.term_counts if isinstance(recipe, SeveralTerms) else lambda batch, rng: {}
+        return lambda model, batch, rng: loss_sums(self.recipe.loss(model, batch, rng), counts(batch, rng))
+
+    def _batch(self, dataset: Any, numbers: list[int]) -> Batch:
+        items = item_getter(dataset)(numbers)
+        return to_device(self.recipe.collate(items), self.world.device, torch.get_default_dtype())
+
+    def _chunks(self, count: int, batch_size: int) -> Iterator[tuple[range, Rng]]:
+        """Yield this rank's numbers among 0 … count-1, `batch_size` at a time, with their randomness."""
+        numbers = share(count, self.world)
+        for start in range(numbers.start, numbers.stop, batch_size):
+            chunk = range(start, min(start + batch_size, numbers.stop))
+            yield chunk, keyed(chunk, self.world.device, self.seed)
+            self.report_progress(chunk.stop - numbers.start, len(numbers))
+
+    @torch.no_grad()
+    def sum_over_ranks(self, count: int, batch_size: int, sums_of: Callable[[range, Rng], Sums]) -> dict[str, Tensor]:
+        """Return the sums of `sums_of(numbers, rng)` over 0 … count-1, computed by all ranks; equal on each of them."""
+
+        def own_sums() -> dict[str, Tensor]:
+            sums: dict[str, Tensor] = {}
+            for chunk, rng in self._chunks(count, batch_size):
+                for name, value in sums_of(chunk, rng).items():
+                    exact = torch.as_tensor(value, device=self.world.device)
+                    exact = exact.to(torch.float64 if exact.is_floating_point() else torch.int64)
+                    sums[name] = sums[name] + exact if name in sums else exact
+            return {name: value.cpu() for name, value in sums.items()}
+
+        gathered = self._gather(own_sums)
+        added: dict[str, Tensor] = self.world.broadcast(_add_up(gathered) if self.world.is_main else None)
+        return added
+
+    def _gather(self, compute: Callable[[], Any]) -> list[Any]:
+        """Return what all ranks have computed, on rank 0; an exception of one rank is raised on all of them."""
+        try:
+            result, error = compute(), None
+        except (RuntimeError, OSError) as raised:
+            result, error = None, f"rank {self.world.rank}: {type(raised).__name__}: {raised}"
+        gathered = self.world.gather((result, error))
+        errors = self.world.broadcast([text for _, text in gathered if text])
+        if errors:
+            raise EvaluationFailed("; ".join(errors))
+        return [value for value, _ in gathered]
+
+    @torch.no_grad()
+    def predict(self, dataset: Any, batch_size: int) -> list[Any]:
+        """Return the recipe's prediction for each item, in order; on rank 0, an empty list elsewhere."""
+        assert isinstance(self.recipe, Predicts)
+        predict_batch = self.recipe.predict_batch
+
+        def own_predictions() -> list[Any]:
+            predictions: list[Any] = []
+            for chunk, _ in self._chunks(dataset_size(dataset), batch_size):
+                batch = self._batch(dataset, list(chunk))
+                with self.autocast:
+                    predicted = predict_batch(self.model, batch)
+                predictions += [to_device(prediction, torch.device("cpu")) for prediction in predicted]
+            return predictions
+
+        with eval_mode(self.model):
+            return [prediction for rank in self._gather(own_predictions) for prediction in rank]
+
+    @torch.no_grad()
+    def generate(self, count: int, settings: dict[str, Any], batch_size: int = 64) -> Tensor | None:
+        """Return samples 0 … count-1, made by all ranks; on rank 0 all of them in order, elsewhere None."""
+        assert isinstance(self.recipe, Generates)
+        sample = self.recipe.sample
+
+        def own_samples() -> list[Tensor]:
+            samples = []
+            for chunk, rng in self._chunks(count, batch_size):
+                index = torch.tensor(list(chunk), dtype=torch.int64, device=self.world.device)
+                samples.append(sample(self.model, index, rng, **settings).float().cpu())
+            return samples
+
+        with self.autocast, eval_mode(self.model):
+            gathered = [tensor for rank in self._gather(own_samples) for tensor in rank]
+        return torch.cat(gathered) if gathered else None
 
 
 def keyed(numbers: range, device: torch.device, seed: int) -> Rng:
-    """The randomness of samples `numbers` outside training."""
+    """Return the randomness of samples `numbers` outside training."""
     index = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     return Rng.of(seed, torch.full_like(index, EVALUATION_EPOCH), index)
 
 
-@torch.no_grad()
-def generate(
-    recipe: Recipe,
-    model: nn.Module,
-    count: int,
-    settings: dict[str, Any],
-    world: World,
-    autocast: AbstractContextManager[Any],
-    seed: int,
-    batch_size: int = 64,
-) -> Tensor | None:
-    """Samples 0 … count-1, made by all ranks together; on rank 0 all of them in order, elsewhere None."""
-    numbers = share(count, world)
-    made: list[Tensor] = []
-    with autocast, in_use(model):
-        for start in range(numbers.start, numbers.stop, batch_size):
-            chosen = range(start, min(start + batch_size, numbers.stop))
-            index = torch.tensor(list(chosen), dtype=torch.int64, device=world.device)
-            made.append(recipe.sample(model, index, keyed(chosen, world.device, seed), **settings).float().cpu())
-    parts = [tensor for part in world.gather(made) for tensor in part]
-    return torch.cat(parts) if parts else None
+def _add_up(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for sums in ranks for name in sums)
+    return {name: torch.stack([sums[name] for sums in ranks if name in sums]).sum(0) for name in names}

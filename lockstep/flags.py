@@ -1,4 +1,4 @@
-"""From words to settings: the command line, a YAML file, a preset and a recipe's defaults are all lists of flags.
+"""Command line to settings: the command line, a YAML file, a preset and a recipe's defaults are all lists of flags.
 
 All of them go through one parser, in this order, and the last one wins:
 
@@ -8,9 +8,11 @@ so `batch_size: 64` in a file means exactly what `--batch_size 64` means. Flags 
 `epochs`) may stand in different places, where the later one wins, but not in the same one.
 """
 
+import contextlib
 import dataclasses
+import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from typing import Any
 import tyro
 import yaml
 
-from .config import EXCLUSIVE, RUNS, Request, TrainConfig, newest_run
-from .recipe import Recipe, nearest
+from .config import EXCLUSIVE, TrainConfig
+from .files import write_text
+from .recipe import Recipe
+from .registry import nearest
 
 ALIASES = {
     "learning_rate": "lr",
@@ -36,22 +40,50 @@ ALIASES = {
 """Other names that guides and scripts use for a flag."""
 
 Flag = tuple[str, list[str]]
-"""A flag's name and the words of it as typed: ("batch_size", ["--batch_size", "64"])."""
+"""A flag's name and its words as typed: ("batch_size", ["--batch_size", "64"])."""
+FindConfig = Callable[[str, str | None, str], Path | None]
+"""find_config(resume, out, recipe name): the config.yaml of the run that `--resume` names."""
 
 
-def parse(recipe: type[Recipe], argv: Sequence[str], prog: str) -> Request:
-    """The settings that `argv` and the files it names ask for."""
+@dataclass
+class Request:
+    """What the user asked for: settings, the recipe's options, and which of them the user gave."""
+
+    recipe: type[Recipe]
+    train: TrainConfig
+    options: Any
+    given: frozenset[str] = frozenset()
+    smoke: int | None = None
+
+    def flat(self) -> dict[str, Any]:
+        """Return every setting by flag name, as a YAML file would hold it."""
+        groups = [self.options, *(getattr(self.train, f.name) for f in dataclasses.fields(self.train))]
+        return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
+
+    def write(self, path: Path) -> None:
+        """Write the settings as a file that `--config` reads, without what is unset or about this launch alone."""
+        this_launch = {"resume", "config", "preset", "out", "nproc", "local_rank", "world_size"}
+        settings = {k: v for k, v in self.flat().items() if v is not None and k not in this_launch}
+        for winner, loser in EXCLUSIVE:
+            if winner in settings:
+                settings.pop(loser, None)
+        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+        write_text(path, yaml.safe_dump(settings, sort_keys=False))
+
+
+def parse(recipe: type[Recipe], argv: Sequence[str], prog: str, find_config: FindConfig = lambda *_: None) -> Request:
+    """Return the settings that `argv` and the files it names ask for."""
     target = _target(recipe)
     known = Known.of(recipe, target)
     defaults: Any = tyro.cli(
         target, args=_words(_from_mapping(recipe.defaults, known, recipe.__name__)), config=(tyro.conf.OmitArgPrefixes,)
     )
     typed = _split(argv, known)
-    below, file = _files(recipe, typed, known)
-    layers = _settle_exclusive([*below, file, typed])
+    below, file = _files(recipe, typed, known, find_config)
+    layers = _resolve_exclusive([*below, file, typed])
     for winner, loser in (*EXCLUSIVE, *((b, a) for a, b in EXCLUSIVE)):
         if any(name == winner for layer in layers for name, _ in layer):
-            _forget(defaults, loser)
+            _reset(defaults, loser)
     flags = list({flag[0]: flag for layer in layers for flag in layer}.values())
     result: Any = tyro.cli(
         target,
@@ -69,14 +101,38 @@ def parse(recipe: type[Recipe], argv: Sequence[str], prog: str) -> Request:
     return request
 
 
+def request_for(
+    recipe: type[Recipe],
+    options: Any,
+    config: TrainConfig | None,
+    settings: Mapping[str, Any],
+    find_config: FindConfig,
+) -> Request:
+    """Return the request of a library call: a whole `config`, or settings by flag name over the recipe's defaults."""
+    if config is not None and settings:
+        raise ValueError(f"give a config or single settings, not both: {', '.join(settings)}")
+    if config is not None:
+        return Request(recipe, config, recipe.Options() if options is None else options)
+    known = Known.of(recipe, _target(recipe))
+    words = _words(_from_mapping(settings, known, f"fit({recipe.__name__})"))
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            request = parse(recipe, words, "fit", find_config)
+    except SystemExit:  # the parser exits after printing what is wrong, in a box
+        text = " ".join(printed.getvalue().translate(dict.fromkeys(map(ord, "╭╮╰╯─│"), " ")).split())
+        raise ValueError(text.partition("Argument helptext")[0].partition("For full helptext")[0].strip()) from None
+    return request if options is None else dataclasses.replace(request, options=options)
+
+
 def _group(recipe: type[Recipe]) -> str:
-    """The recipe's group of flags is named after it."""
+    """Return the name of the recipe's group of flags: its own name, or `recipe`."""
     name = recipe.name
     return name if name.isidentifier() and name not in {f.name for f in dataclasses.fields(TrainConfig)} else "recipe"
 
 
 def _target(recipe: type[Recipe]) -> type:
-    """One dataclass of all flags: the recipe's own first."""
+    """Return a dataclass of all flags: the recipe's own first."""
     options = (_group(recipe), recipe.Options, field(default_factory=recipe.Options))
     engine = [(f.name, f.type, field(default_factory=f.default_factory)) for f in dataclasses.fields(TrainConfig)]
     return dataclasses.make_dataclass("Flags", [options, *engine])
@@ -84,25 +140,27 @@ def _target(recipe: type[Recipe]) -> type:
 
 @dataclass(frozen=True)
 class Known:
-    """The flags there are."""
+    """All flags of a recipe and the engine."""
 
     flags: dict[str, bool]
-    """By name, whether it is a yes-or-no one."""
+    """By name, whether it is a boolean."""
     aliases: Mapping[str, str]
+    removed: frozenset[str]
+    """Options of older versions; a YAML file may hold them."""
 
     @classmethod
     def of(cls, recipe: type[Recipe], target: type) -> "Known":
         groups = [f.type for f in dataclasses.fields(target)]
         flags = {f.name: f.type is bool for group in groups for f in dataclasses.fields(group)}  # type: ignore[arg-type]
-        return cls(flags, {**ALIASES, **recipe.aliases})
+        return cls(flags, {**ALIASES, **recipe.aliases}, recipe.removed_options)
 
     def canonical(self, name: str) -> str:
         name = name.replace("-", "_")
         return name if name in self.flags else self.aliases.get(name, name)
 
 
-def _forget(defaults: Any, name: str) -> None:
-    """Put a setting back to the engine's default, because the user gave the one that excludes it."""
+def _reset(defaults: Any, name: str) -> None:
+    """Set a setting to the engine's default, because the user gave the one that excludes it."""
     for group in (getattr(defaults, f.name) for f in dataclasses.fields(defaults)):
         for f in dataclasses.fields(group):
             if f.name == name:
@@ -110,7 +168,7 @@ def _forget(defaults: Any, name: str) -> None:
 
 
 def _split(argv: Sequence[str], known: Known) -> list[Flag]:
-    """Command-line words, flag by flag, under their canonical names."""
+    """Return command-line words grouped by flag, under their canonical names."""
     flags: list[Flag] = []
     for word in argv:
         if not word.startswith("--") or word == "--":
@@ -130,10 +188,12 @@ def _words(flags: Iterable[Flag]) -> list[str]:
 
 
 def _from_mapping(mapping: Mapping[str, Any], known: Known, source: str) -> list[Flag]:
-    """A YAML file's or a preset's settings as flags."""
+    """Return the settings of a YAML file or a preset as flags."""
     flags: list[Flag] = []
     for key, value in _leaves(mapping, known):
         name = known.canonical(key)
+        if name in known.removed:
+            continue
         if name not in known.flags:
             raise ValueError(f"{source}: there is no setting {key!r}{nearest(name, known.flags)}")
         if known.flags[name]:
@@ -160,7 +220,7 @@ def _leaves(mapping: Mapping[str, Any], known: Known) -> Iterable[tuple[str, Any
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """A file of settings, every value still a word: the flags' own parser gives it its type."""
+    """Return the settings of a file; values stay strings, the parser of the flags converts them."""
     try:
         content = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
     except OSError as error:
@@ -172,8 +232,10 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     return content or {}
 
 
-def _files(recipe: type[Recipe], typed: list[Flag], known: Known) -> tuple[list[list[Flag]], list[Flag]]:
-    """What the command line names: the layers of preset and resumed run, and that of the config file."""
+def _files(
+    recipe: type[Recipe], typed: list[Flag], known: Known, find_config: FindConfig
+) -> tuple[list[list[Flag]], list[Flag]]:
+    """Return the layers that the command line names: those of preset and resumed run, and that of the config file."""
     values = {name: words[0].partition("=")[2] if "=" in words[0] else " ".join(words[1:]) for name, words in typed}
     layers = []
     file = read_yaml(Path(values["config"])) if values.get("config") else {}
@@ -183,26 +245,15 @@ def _files(recipe: type[Recipe], typed: list[Flag], known: Known) -> tuple[list[
             have = ", ".join(recipe.presets) or "none"
             raise ValueError(f"there is no preset {preset!r}{nearest(preset, recipe.presets)}; this recipe has: {have}")
         layers.append(_from_mapping(recipe.presets[preset], known, f"preset {preset}"))
-    where = {**file, **values}
-    resumed = _resumed_config(where.get("resume"), where.get("out"), RUNS / recipe.name)
-    if resumed:
+    both = {**file, **values}
+    resume = both.get("resume")
+    if resume and (resumed := find_config(resume, both.get("out"), recipe.name)):
         layers.append(_from_mapping(read_yaml(resumed), known, str(resumed)))
     return layers, _from_mapping(file, known, values.get("config", ""))
 
 
-def _resumed_config(resume: str | None, out: str | None, runs: Path) -> Path | None:
-    """The config.yaml of the run that `--resume` means."""
-    if not resume:
-        return None
-    start = (Path(out) if out else newest_run(runs)) if resume in ("auto", "latest") else Path(resume)
-    for folder in (start, *list(start.parents)[:2]) if start else ():
-        if (folder / "config.yaml").is_file() and (folder / "receipt.json").is_file():
-            return folder / "config.yaml"
-    return None
-
-
-def _settle_exclusive(layers: list[list[Flag]]) -> list[list[Flag]]:
-    """Of two flags that exclude each other the later layer's stays; in one layer they are an error."""
+def _resolve_exclusive(layers: list[list[Flag]]) -> list[list[Flag]]:
+    """Keep, of two flags that exclude each other, that of the later layer; in one layer they are an error."""
     for pair in EXCLUSIVE:
         decided = False
         for i in range(len(layers) - 1, -1, -1):

@@ -12,28 +12,29 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .config import Hardware
-
 REQUEUE = 75
 """Exit status of a run that a scheduler's signal stopped and that can go on: EX_TEMPFAIL of sysexits.h."""
 
 
-def processes(hardware: Hardware) -> int:
-    """How many processes to start here. One, if others were started already."""
+def process_count(nproc: str, device: str) -> int:
+    """Return how many processes to start on this machine; 1 if a launcher has started this one already."""
     if "RANK" in os.environ:
         return 1
-    gpus = 0 if hardware.device == "cpu" else torch.cuda.device_count()
-    wanted = max(1, gpus) if hardware.nproc == "auto" else int(hardware.nproc)
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    wanted = max(1, gpus) if nproc == "auto" else int(nproc)
     if gpus and wanted > gpus:
         raise ValueError(f"--nproc {wanted}, but {gpus} GPU(s) are visible; use --nproc {gpus} or --device cpu")
     return wanted
 
 
-def start(nproc: int, command: list[str], max_restarts: int = 0, patience: int = 120) -> int:
-    """Run `command` (what follows `python`) in `nproc` ranks; its exit status. A signal gives it `patience` seconds."""
+def start(nproc: int, command: list[str], max_restarts: int = 0, grace: int = 120) -> int:
+    """Run `command` (what follows `python`) in `nproc` ranks and return its exit status.
+
+    After a signal the ranks have `grace` seconds to stop by themselves.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks speak for themselves
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks print what went wrong
     with tempfile.TemporaryDirectory(prefix="lockstep-") as logs:
         config = LaunchConfig(
             min_nodes=1,
@@ -47,7 +48,7 @@ def start(nproc: int, command: list[str], max_restarts: int = 0, patience: int =
             logs_specs=DefaultLogsSpecs(log_dir=logs),
             signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         )
-        os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(patience)
+        os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace)
         try:
             elastic_launch(config, sys.executable)("-u", *command)
         except SignalException as stop:
@@ -58,7 +59,7 @@ def start(nproc: int, command: list[str], max_restarts: int = 0, patience: int =
 
 
 def _status(error: ChildFailedError) -> int:
-    """The first failure's exit status. A rank that was killed failed first, and is spoken for."""
+    """Return the exit status of the first failure; a killed rank counts as first, and a message says so."""
     killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     rank, failure = killed[0] if killed else error.get_first_failure()
     if failure.exitcode >= 0:

@@ -1,75 +1,57 @@
 """From sample indices to micro-batches on the device: DataLoader, pinned memory, copies on a side stream."""
 
+import itertools
+import operator
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from .batching import Batching, MicroBatch
 from .distributed import World
-from .recipe import Recipe
+from .recipe import Augments, Recipe
 from .rng import Rng
-from .stream import Sizes, Slice, Stream
-
-
-class MicroBatch(NamedTuple):
-    """What one rank puts through the model at once."""
-
-    batch: Any
-    epochs: Tensor
-    indices: Tensor
-    """Which samples these are, (n,) int64; with their epochs it names their randomness."""
-    samples: Slice
-    """The same on the host, for the ledger."""
-    last: bool
-    """Whether it is the last of its step on this rank: the one that synchronises gradients."""
-    error: str | None = None
-    """What went wrong in a loader process, if anything."""
+from .stream import Slice, Stream
 
 
 class Fetch:
     """Runs in the loader's processes: samples in, a collated micro-batch out."""
 
     def __init__(self, recipe: Recipe, dataset: Any, seed: int):
-        self.dataset, self.seed, self.collate = dataset, seed, recipe.collate
-        self.augment = recipe.augment if type(recipe).augment is not Recipe.augment else None
+        self.items, self.seed, self.collate = item_getter(dataset), seed, recipe.collate
+        self.augment = recipe.augment if isinstance(recipe, Augments) else None
 
-    def __getitems__(self, piece: tuple[Slice, bool]) -> MicroBatch:
-        samples, last = piece
+    def __getitems__(self, request: tuple[Slice, bool]) -> list[MicroBatch]:
+        """Return one micro-batch, or its error: an exception would lose its message on the way to the rank."""
+        samples, last = request
         epoch, index = torch.from_numpy(samples.epoch), torch.from_numpy(samples.index)
         try:
-            return MicroBatch(self._gather(epoch, index), epoch, index, samples, last)
+            items = self.items(index.tolist())
+            if self.augment is not None:
+                rngs = (Rng.of(self.seed, epoch[i : i + 1], index[i : i + 1]) for i in range(len(index)))
+                items = [self.augment(item, rng) for item, rng in zip(items, rngs, strict=True)]
+            return [MicroBatch(self.collate(items) if items else None, epoch, index, samples, last)]
         except ValueError as error:
-            return MicroBatch(None, epoch, index, samples, last, str(error))
-
-    def _gather(self, epoch: Tensor, index: Tensor) -> Any:
-        items = fetch_items(self.dataset, index.tolist())
-        if self.augment is not None:
-            rngs = (Rng.of(self.seed, epoch[i : i + 1], index[i : i + 1]) for i in range(len(index)))
-            items = [self.augment(item, rng) for item, rng in zip(items, rngs, strict=True)]
-        return self.collate(items) if items else None
+            return [MicroBatch(None, epoch, index, samples, last, str(error))]
 
 
-def fetch_items(dataset: Any, indices: list[int]) -> list[Any]:
-    """The items, all at once if the data set can do that."""
+def item_getter(dataset: Any) -> Callable[[list[int]], list[Any]]:
+    """Return what fetches items by their indices, in one call if the data set has `__getitems__`."""
     if hasattr(dataset, "__getitems__"):
-        return list(dataset.__getitems__(indices))
-    return [dataset[i] for i in indices]
+        return lambda indices: list(dataset.__getitems__(indices))
+    return lambda indices: [dataset[i] for i in indices]
 
 
-def _leave_group(_: int) -> None:
-    """A signal to the whole process group (Ctrl-C, a launcher's) is for the rank, which still needs its workers."""
+def _own_process_group(_: int) -> None:
+    """Keep signals to the process group (Ctrl-C, a launcher's) from workers: the rank still needs them."""
     os.setpgid(0, 0)
 
 
-def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
-    return micro_batch
-
-
 class Loader:
-    """This rank's micro-batches, step after step, for ever."""
+    """This rank's micro-batches, step after step, without end."""
 
     def __init__(
         self,
@@ -77,36 +59,42 @@ class Loader:
         dataset: Any,
         stream: Stream,
         world: World,
-        sizes: Sizes,
-        start: int,
-        workers: int,
+        batching: Batching,
+        first_step: int,
+        workers: int | None,
         dtype: torch.dtype,
     ):
+        workers = default_workers(world.device) if workers is None else workers
+        steps = (
+            stream.micro_batches(step, world.rank, world.size, batching.accumulation)
+            for step in itertools.count(first_step)
+        )
+        requests = ((samples, samples is step[-1]) for step in steps for samples in step)
         self._batches = iter(
             DataLoader(
                 Fetch(recipe, dataset, stream.seed),  # type: ignore[arg-type]
-                batch_sampler=_pieces(stream, world, sizes, start),  # type: ignore[arg-type]
+                batch_sampler=requests,  # type: ignore[arg-type]
                 num_workers=workers,
-                collate_fn=_as_it_is,  # type: ignore[arg-type]
+                collate_fn=operator.itemgetter(0),
                 pin_memory=world.device.type == "cuda",
                 prefetch_factor=4 if workers else None,
-                worker_init_fn=_leave_group,
-                generator=torch.Generator(),  # or it would draw from the global one, which is dropout's
+                worker_init_fn=_own_process_group,
+                generator=torch.Generator(),  # else it would draw from the global one, which is dropout's
             )
         )
         self._move: Callable[[Any], Any] = lambda data: to_device(data, world.device, dtype)
-        self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
-        self._ahead: MicroBatch | None = None
+        self._copy_stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self._prefetched: MicroBatch | None = None
 
     def step(self) -> Iterator[MicroBatch]:
-        """The micro-batches of the next step."""
+        """Yield the micro-batches of the next step."""
         last = False
         while not last:
-            micro_batch, self._ahead = self._ahead or self._fetch(), None
-            if self._side is not None:  # on a GPU the one after it is on its way already
-                torch.cuda.current_stream().wait_stream(self._side)
+            micro_batch, self._prefetched = self._prefetched or self._fetch(), None
+            if self._copy_stream is not None:  # on a GPU the next one is being copied meanwhile
+                torch.cuda.current_stream().wait_stream(self._copy_stream)
                 _record(micro_batch, torch.cuda.current_stream())
-                self._ahead = self._fetch()
+                self._prefetched = self._fetch()
             last = micro_batch.last
             yield micro_batch
 
@@ -114,22 +102,14 @@ class Loader:
         micro_batch = next(self._batches)
         if micro_batch.error:
             raise ValueError(micro_batch.error)
-        if self._side is None:
+        if self._copy_stream is None:
             return self._move(micro_batch)
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._copy_stream):
             return self._move(micro_batch)
-
-
-def _pieces(stream: Stream, world: World, sizes: Sizes, start: int) -> Iterator[tuple[Slice, bool]]:
-    step = start
-    while True:
-        pieces = stream.micro_batches(step, world.rank, world.size, sizes.accumulation)
-        yield from ((piece, piece is pieces[-1]) for piece in pieces)
-        step += 1
 
 
 def to_device(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Every tensor in a nest of dicts, tuples and lists on the device; floats in `dtype`."""
+    """Return nested dicts, tuples and lists with every tensor on the device; floats in `dtype`."""
     if isinstance(data, Tensor):
         wanted = dtype if dtype is not None and data.is_floating_point() else None
         return data.to(device, wanted, non_blocking=True)
@@ -143,7 +123,7 @@ def to_device(data: Any, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def _record(data: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that memory filled on the side stream is used on this one."""
+    """Tell the allocator that memory filled on the copy stream is used on this one."""
     if isinstance(data, Tensor):
         data.record_stream(stream)
     elif isinstance(data, dict):
@@ -155,7 +135,7 @@ def _record(data: Any, stream: torch.cuda.Stream) -> None:
 
 
 def default_workers(device: torch.device) -> int:
-    """Beside a GPU the CPU's cores are free to load; a CPU that trains has none to spare."""
+    """Return up to 8 workers beside a GPU, whose CPU cores are free to load; none on a CPU that trains."""
     if device.type == "cpu":
         return 0
     return max(1, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))

@@ -1,19 +1,23 @@
-"""The update: optimizer, learning rate, and the way from summed gradients to a step."""
+"""What changes the weights: optimizer, learning rate, the step from summed gradients, and averages of the weights."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .batching import Batching
 from .config import Optim
-from .distributed import World
 from .precision import Scaler
-from .stream import Sizes
+
+_NUMBER = ":number"
+"""Marks optimizer state that was a Python number, so that it is restored as one."""
 
 
 def build(optim: Optim, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that the flags describe. Fused ones also skip a bad step on the device itself."""
+    """Return the optimizer that the flags describe. Fused ones skip a step with a non-finite gradient on the device."""
     parameters = list(parameters)
     if optim.optimizer == "sgd":
         sgd = torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
@@ -26,7 +30,7 @@ def build(optim: Optim, parameters: Iterable[nn.Parameter]) -> torch.optim.Optim
 
 
 def scaled_lr(optim: Optim, global_batch: int) -> float:
-    """The learning rate for this global batch: it follows the batch, never the number of GPUs."""
+    """Return the learning rate for this global batch: it follows the batch, never the number of GPUs."""
     ratio = global_batch / optim.base_batch_size
     return optim.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.lr_scaling]
 
@@ -34,19 +38,19 @@ def scaled_lr(optim: Optim, global_batch: int) -> float:
 class Schedule:
     """The learning rate of a step, as a factor of the full one. It follows from the step, and from `drops` alone."""
 
-    def __init__(self, optim: Optim, sizes: Sizes):
+    def __init__(self, optim: Optim, batching: Batching):
         self.kind = optim.schedule
-        self.warmup = optim.warmup_steps + round(optim.warmup_epochs * sizes.steps_per_epoch)
-        self.length = max(1, sizes.n_steps - self.warmup)
+        self.warmup = optim.warmup_steps + round(optim.warmup_epochs * batching.steps_per_epoch)
+        self.length = max(1, batching.n_steps - self.warmup)
         self.floor = optim.min_lr / optim.lr if optim.lr else 0.0
         self.decay_steps, self.decay_factor, self.decay_patience = (
             optim.decay_steps, optim.decay_factor, optim.decay_patience,
         )  # fmt: skip
         self.drops = 0
-        """Of a plateau: how often evaluations without improvement have lowered the rate."""
+        """Of the schedule plateau: how often evaluations without improvement have lowered the rate."""
 
     def __call__(self, step: int) -> float:
-        """`step` counts from 0."""
+        """Return the factor for `step`, which counts from 0."""
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
         done = min(1.0, (step - self.warmup) / self.length)
@@ -59,65 +63,50 @@ class Schedule:
         return max(self.floor, self.decay_factor**self.drops) if self.kind == "plateau" else 1.0
 
     def evaluated(self, bad_evaluations: int) -> None:
-        """Take note of how many evaluations in a row have brought nothing."""
+        """Lower the rate of the schedule plateau after `decay_patience` evaluations in a row without improvement."""
         if self.kind == "plateau" and bad_evaluations and bad_evaluations % self.decay_patience == 0:
             self.drops += 1
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"drops": self.drops}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.drops = state["drops"]
+
 
 class Update:
-    """From a loss that is a sum to one step of the optimizer, without waiting for the device.
+    """One optimizer step from summed gradients, without waiting for the device.
 
-    Every micro-batch's sum is multiplied by what is known beforehand (`scale`), gradients add up over micro-batches
-    and ranks, and `step` multiplies them once by what is known only then: the weight of the global batch, the
-    fp16 scale, the clipping. A gradient that is not finite, seen alike by all ranks, leaves everything as it was.
+    Gradients have been added up over micro-batches and ranks; `step` multiplies them once by all that is known only
+    then: the weight of the global batch, the fp16 scale, the clipping. A gradient that is not finite, on all ranks
+    alike, leaves everything as it was.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
-        sizes: Sizes,
         lr_ratio: float,
         clip: float,
         scaler: Scaler | None,
-        world: World,
+        device: torch.device,
     ):
-        self.optimizer, self.schedule, self.sizes, self.scaler = optimizer, schedule, sizes, scaler
-        self.clip, self.world = clip, world
+        self.optimizer, self.schedule, self.clip, self.scaler = optimizer, schedule, clip, scaler
         self.full_lr = [group["lr"] * lr_ratio for group in optimizer.param_groups]
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.norm = torch.zeros((), device=world.device)
-        self.bad_steps = torch.zeros((), dtype=torch.int64, device=world.device)
-        self.bad_in_row = torch.zeros((), dtype=torch.int64, device=world.device)
+        self.norm = torch.zeros((), device=device)
+        self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
         self._skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._weight: Tensor | None = None
-        self.per_sample: float | None = None
-        """What a sample weighs, where that is a Python number: the same in every micro-batch and on every rank."""
-
-    def loss(self, total: Tensor, weight: float | Tensor, samples: int) -> Tensor:
-        """What to call backward on: this micro-batch's part of the mean over the global batch."""
-        factor: float | Tensor = 1 / self.sizes.global_batch
-        if isinstance(weight, Tensor):
-            self._weight = weight.detach() if self._weight is None else self._weight + weight.detach()
-        else:
-            if self.per_sample is None:
-                self.per_sample = weight / samples
-            if not math.isclose(weight, self.per_sample * samples, rel_tol=1e-9):
-                raise ValueError(
-                    f"a loss's weight that is a Python number is the same for every sample; {weight:g} for {samples} "
-                    f"samples is not {self.per_sample:g} for each: make it a tensor"
-                )
-            factor /= self.per_sample
-        if self.scaler is not None:
-            factor = factor * self.scaler.scale
-        return total * factor
 
     @torch.no_grad()
-    def step(self, step: int) -> None:
-        """One update from the gradients that have come in; `step` counts from 0."""
+    def step(self, step: int, factor: Tensor | None = None) -> None:
+        """Update the weights; `step` counts from 0, gradients are multiplied by `factor`."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        factor = self._known_now(norm)
+        if self.scaler is not None:
+            unscale = 1 / self.scaler.scale
+            factor = unscale if factor is None else factor * unscale
         norm = norm if factor is None else norm * factor
         bad = ~torch.isfinite(norm)
         if self.clip:
@@ -127,32 +116,114 @@ class Update:
             torch._foreach_mul_(grads, factor)
         for group, lr in zip(self.optimizer.param_groups, self.full_lr, strict=True):
             group["lr"] = lr * self.schedule(step)
-        self._apply(bad)
+        if self._skips_itself:
+            self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not bad.item():  # an optimizer without that: the host has to wait for the device
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.norm, self.bad_steps = norm, self.bad_steps + bad
         self.bad_in_row = torch.where(bad, self.bad_in_row + 1, 0)
         if self.scaler is not None:
             self.scaler.update(bad)
 
-    def forget(self) -> None:
-        """Drop what has come in for a step that is not to be taken."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self._weight = None
+    def state_dict(self) -> dict[str, Any]:
+        return {"bad_steps": int(self.bad_steps)}
 
-    def _known_now(self, like: Tensor) -> Tensor | None:
-        """What the gradients still have to be multiplied by; None if they are right already."""
-        factor = None
-        if self._weight is not None:
-            weight = self.world.sum(self._weight.to(like.dtype, copy=True))
-            factor, self._weight = self.sizes.global_batch / weight, None
-        if self.scaler is not None:
-            unscale = 1 / self.scaler.scale
-            factor = unscale if factor is None else factor * unscale
-        return factor
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.bad_steps.fill_(state["bad_steps"])
 
-    def _apply(self, bad: Tensor) -> None:
-        if self._skips_itself:
-            self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-            self.optimizer.step()
-        elif not bad.item():  # an optimizer that cannot skip by itself: the one that has to be asked
-            self.optimizer.step()
+
+class OptimizerState:
+    """The state of an optimizer as "<parameter name>/<state name>": free of parameter order, groups and wrappers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def state_dict(self) -> dict[str, Tensor]:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
+        tensors = {}
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                assert parameter in names, "the optimizer holds a parameter that the model does not have"
+                name = f"{names[parameter]}/{key}"
+                if isinstance(value, Tensor):
+                    tensors[name] = value
+                elif isinstance(value, bool | int | float):
+                    tensors[name + _NUMBER] = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
+                elif value is not None:  # None stands for what the optimizer makes at its next step
+                    kind = f"{type(self.optimizer).__name__} keeps {name} as a {type(value).__name__}"
+                    raise ValueError(f"{kind}; a checkpoint holds tensors and numbers only, so use another optimizer")
+        return tensors
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned, whatever order and groups the parameters have now."""
+        groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
+        states: dict[Tensor, dict[str, Any]] = {}
+        for name, value in tensors.items():
+            owner, _, key = name.rpartition("/")
+            parameter = self.parameters.get(owner)
+            if parameter is None or parameter not in groups:
+                raise ValueError(
+                    f"the checkpoint has optimizer state {name}, but no parameter {owner!r} is trained here"
+                )
+            restored = value.item() if key.endswith(_NUMBER) else _like(value, key, parameter, groups[parameter])
+            states.setdefault(parameter, {})[key.removesuffix(_NUMBER)] = restored
+        self.optimizer.state.clear()
+        self.optimizer.state.update(states)
+
+
+def _like(value: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return a copy on the device where the optimizer itself would have made it, in the type it was saved in."""
+    if key == "step":  # the counter stays on the host unless kernels read it
+        on_device = group.get("fused") or group.get("capturable")
+        return value.to(parameter.device, torch.float32, copy=True) if on_device else value.to("cpu", copy=True)
+    if value.shape == parameter.shape:  # the strides too: fused kernels want those of the parameter
+        return torch.empty_like(parameter.detach(), dtype=value.dtype).copy_(value)
+    return value.to(parameter.device, copy=True)
+
+
+class Ema:
+    """An average of the weights with decay min(decay, (1 + n) / (10 + n)) at update n, so that it starts fast."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.shadow: dict[str, Tensor] = {}
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: tied weights are averaged and swapped once
+        for name, live in model.state_dict().items():  # state_dict gives the model's own tensors, not copies
+            pair = self._pairs.setdefault(live.data_ptr() or id(live), (live.clone(), live))
+            self.shadow[name] = pair[0]
+        pairs = self._pairs.values()
+        self._floats = [pair[0] for pair in pairs if pair[0].is_floating_point()]
+        self._live_floats = [pair[1] for pair in pairs if pair[0].is_floating_point()]
+        self._counters = [pair for pair in pairs if not pair[0].is_floating_point()]
+
+    @torch.no_grad()
+    def update(self, n: int) -> None:
+        """Move towards the model's weights; `n` counts updates from 0."""
+        torch._foreach_lerp_(self._floats, self._live_floats, 1 - min(self.decay, (1 + n) / (10 + n)))
+        for shadow, live in self._counters:
+            shadow.copy_(live)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Swap the averaged weights into the model for the duration of the block."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.shadow
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.shadow.items():
+            tensor.copy_(tensors[name])
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for shadow, live in self._pairs.values():
+            kept = live.clone()
+            live.copy_(shadow)
+            shadow.copy_(kept)

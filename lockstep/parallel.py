@@ -1,4 +1,4 @@
-"""One objective on many ranks: gradients synchronised, BatchNorm statistics shared.
+"""One objective on many ranks: gradients synchronised, BatchNorm statistics over all ranks.
 
 The only file that names DistributedDataParallel.
 """
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from .batching import MicroBatch
 from .distributed import World
+from .loss import Objective
 
 # The option that broadcasts buffers at every forward pass has another name since torch 2.13.
 _SYNC_BUFFERS = next(
@@ -26,21 +28,21 @@ _SYNC_BUFFERS = next(
 
 
 class Buckets:
-    """The gradients of one step on their way. Knows nothing of the replica: DDP keeps it alive, and not the reverse."""
+    """The gradient buckets of one step. It holds no reference to the replica, or DDP would never be freed."""
 
     def __init__(self) -> None:
         self.issued = 0
-        """How many this step has sent; the step sets it to 0 at its start."""
+        """How many all-reduces this step has issued; the step sets it to 0 at its start."""
         self.layout: dict[int, Tensor] = {}
 
     def release(self) -> None:
-        """Let the others through who wait for this rank's gradients, when it cannot make them: with zeros."""
+        """Issue the all-reduces that are missing, with zeros: other ranks wait for gradients this rank cannot make."""
         for number in sorted(self.layout)[self.issued :]:
             dist.all_reduce(torch.zeros_like(self.layout[number]))
 
 
-def _add_up(buckets: Buckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum a bucket over the ranks (what it is a mean of is the engine's to know) and remember its shape."""
+def _sum_bucket(buckets: Buckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: sum a bucket over the ranks (loss.py divides) and remember its shape."""
     buckets.issued += 1
     buckets.layout[bucket.index()] = bucket.buffer().detach()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -50,24 +52,25 @@ def _add_up(buckets: Buckets, bucket: dist.GradBucket) -> torch.futures.Future[T
 class Replica:
     """This rank's copy of the objective, as the step uses it.
 
-    Gradients are added up over the ranks bucket by bucket, while backward is still at work. DDP learns from its first
-    passes: a static graph must be synchronised in the first one, and buckets are laid out anew after it, which changes
-    the order of summation. So that a run that goes on does as one that never stopped, two passes have to be made before
-    the first step, and thrown away; `rehearsal` is what to call for them.
+    Gradients are summed over the ranks bucket by bucket, while backward is still running. DDP records its first
+    passes: a static graph must be synchronised in the first one, and the buckets are rebuilt after it, which changes
+    the order of summation. So that a resumed run has the bits of one that never stopped, `warm_up` makes two passes
+    before the first step and throws them away.
     """
 
-    def __init__(self, objective: nn.Module, world: World, compile: bool):
-        self.rehearsal: Callable[..., Any] = objective
+    def __init__(self, objective: Objective, world: World, compile: bool):
+        self.model, self.world = objective.model, world
+        self.eager_forward: Callable[..., Any] = objective
         self.no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Within it, backward adds up gradients on this rank alone."""
         self.buckets = Buckets()
         if world.size > 1:
-            self.rehearsal = ddp = self._wrap(objective, world, static_graph=not compile)
+            self.eager_forward = ddp = self._wrap(objective, world, static_graph=not compile)
             self.no_sync = ddp.no_sync
-        self.forward: Callable[..., Any] = torch.compile(self.rehearsal) if compile else self.rehearsal
+        self.forward: Callable[..., Any] = torch.compile(self.eager_forward) if compile else self.eager_forward
         """Call this, never the objective itself: gradients are synchronised on the way back."""
 
-    def _wrap(self, objective: nn.Module, world: World, static_graph: bool) -> DistributedDataParallel:
+    def _wrap(self, objective: Objective, world: World, static_graph: bool) -> DistributedDataParallel:
         own_statistics = any(
             isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in objective.modules()
         )
@@ -80,12 +83,26 @@ class Replica:
             static_graph=static_graph,
             **{_SYNC_BUFFERS: own_statistics},  # type: ignore[arg-type]
         )
-        ddp.register_comm_hook(self.buckets, _add_up)
+        ddp.register_comm_hook(self.buckets, _sum_bucket)
         return ddp
+
+    def warm_up(
+        self, micro: MicroBatch, per_sample: dict[str, Tensor] | None, autocast: AbstractContextManager[Any]
+    ) -> None:
+        """Make two passes, forward and backward, that change neither weights nor buffers nor generators."""
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.model.train()
+        with torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else []):
+            for _ in range(2):
+                with autocast:
+                    total, *_ = self.eager_forward(micro.batch, micro.epochs, micro.indices, per_sample)
+                (total * 0).backward()
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks whose gradient is one as well."""
+    """A sum over ranks whose gradient is a sum over ranks too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -111,7 +128,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._alone(input)
+            return self._local(input)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         channel = [1, -1] + [1] * (x.dim() - 2)
         others = [d for d in range(x.dim()) if d != 1]
@@ -127,7 +144,7 @@ class SyncBatchNorm(_BatchNorm):
             y = y * self.weight.view(channel) + self.bias.view(channel)
         return y.to(input.dtype)
 
-    def _alone(self, input: Tensor) -> Tensor:
+    def _local(self, input: Tensor) -> Tensor:
         by_batch = self.training or self.running_mean is None
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -152,13 +169,13 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
-def share_batch_norm(model: nn.Module) -> None:
-    """Turn every BatchNorm of the model into one with statistics over all ranks; names and weights stay."""
+def sync_batch_norm(model: nn.Module) -> None:
+    """Replace every BatchNorm of the model by a SyncBatchNorm; names and weights stay."""
     for name, child in list(model.named_children()):
         if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
             tracked = child.track_running_stats
-            shared = SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine, tracked)
-            shared._parameters, shared._buffers, shared.training = child._parameters, child._buffers, child.training
-            setattr(model, name, shared)
+            synced = SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine, tracked)
+            synced._parameters, synced._buffers, synced.training = child._parameters, child._buffers, child.training
+            setattr(model, name, synced)
         else:
-            share_batch_norm(child)
+            sync_batch_norm(child)

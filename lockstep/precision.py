@@ -1,5 +1,6 @@
 """bf16, fp16 with a scaler, fp32, and fp64 for proofs."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -23,23 +24,23 @@ class Scaler:
         self.good_steps = torch.tensor(0, device=device)
 
     def update(self, bad: Tensor) -> None:
-        """`bad`: whether this step's gradient was not finite; the same on every rank."""
+        """Adapt the scale; `bad`: whether this step's gradient was not finite, the same on every rank."""
         self.good_steps = torch.where(bad, 0, self.good_steps + 1)
         grow = self.good_steps >= self.GROWTH_INTERVAL
         self.scale = torch.where(bad, self.scale * 0.5, torch.where(grow, self.scale * 2, self.scale))
         self.good_steps = torch.where(grow, 0, self.good_steps)
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale.item(), "good_steps": self.good_steps.item()}
 
-    def restore(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.scale.fill_(state["scale"])
         self.good_steps.fill_(int(state["good_steps"]))
 
 
 @dataclass
 class Precision:
-    """How the model computes; its weights are kept in `dtype`."""
+    """How the model computes; its weights are stored in `dtype`."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +49,7 @@ class Precision:
 
 
 def choose(hardware: Hardware, device: torch.device) -> Precision:
-    """The precision asked for, or for `auto` the fastest that the hardware has and training can bear."""
+    """Return the precision of the settings; `auto`: bf16 or fp16 on a GPU that has it, fp32 on a CPU."""
     name = hardware.precision
     if name == "auto":
         name = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"

@@ -1,7 +1,7 @@
-"""Randomness named by a key, not by a generator's state.
+"""Random numbers that depend on a key, not on the state of a generator.
 
 A key is made of (seed, epoch, sample). What a sample draws depends on its key and on the name of the draw alone:
-not on the rank that has it, on its place in the batch, on the worker that loaded it or on what was drawn before.
+not on the rank, the position in the batch, the worker that loaded it or what was drawn before.
 
     rng = Rng.of(seed, epoch, index)             # epoch, index: (n,) int64 tensors, one entry for each sample
     rng.normal("noise", 3, 32, 32)               # (n, 3, 32, 32)
@@ -17,54 +17,22 @@ import math
 import torch
 from torch import Tensor
 
-_WORD = 1 << 64
+from .hashing import GOLDEN_GAMMA, mix_tensor, mix_words, shift_right, to_signed
+
+_GAMMA = to_signed(GOLDEN_GAMMA)
 
 
-def _signed(value: int) -> int:
-    """A 64-bit word as int64 holds it."""
-    value %= _WORD
-    return value - _WORD if value >= _WORD >> 1 else value
-
-
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MULTIPLY_1 = _signed(0xBF58476D1CE4E5B9)
-_MULTIPLY_2 = _signed(0x94D049BB133111EB)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: int64's own carries the sign along."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer: every bit of the result depends on every bit of `x`."""
-    x = (x ^ _shift(x, 30)) * _MULTIPLY_1
-    x = (x ^ _shift(x, 27)) * _MULTIPLY_2
-    return x ^ _shift(x, 31)
-
-
-def mix_word(*words: int) -> int:
-    """Plain integers folded into one 64-bit word, by the same finalizer."""
-    state = 0
-    for word in words:
-        state = (state + word + 0x9E3779B97F4A7C15) % _WORD
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % _WORD
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % _WORD
-        state ^= state >> 31
-    return state
-
-
-def _word_of_name(name: str) -> int:
-    return _signed(mix_word(*name.encode()))
+def _hash_name(name: str) -> int:
+    return to_signed(mix_words(*name.encode()))
 
 
 # All that torch.compiler.assume_constant_result does; to call it would load the compiler, which takes as long to
 # import as all the rest of torch, in every process, also those that never compile.
-_word_of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_hash_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Rng:
-    """Draws for a batch: one key a sample, one name a draw. The same name twice gives the same numbers twice."""
+    """Random draws for a batch: one key per sample, one name per draw. The same name gives the same numbers."""
 
     def __init__(self, keys: Tensor):
         assert keys.dtype == torch.int64 and keys.ndim == 1
@@ -72,34 +40,34 @@ class Rng:
 
     @classmethod
     def of(cls, seed: int, epoch: Tensor, index: Tensor) -> "Rng":
-        """The randomness of samples `index` in epochs `epoch`, both (n,) int64."""
-        return cls(_mix(_mix(index * _GAMMA + _signed(mix_word(seed))) + epoch * _GAMMA))
+        """Return the randomness of samples `index` in epochs `epoch`, both (n,) int64."""
+        return cls(mix_tensor(mix_tensor(index * _GAMMA + to_signed(mix_words(seed))) + epoch * _GAMMA))
 
     def _bits(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """(n, *shape) int64, 64 random bits each."""
+        """Return (n, *shape) int64, 64 random bits each."""
         counter = torch.arange(math.prod(shape), device=self.keys.device)
         # The counter meets data before anything is multiplied: a product of a loop index and a 64-bit constant is an
         # index expression to Inductor, overflows in its C++, and there the compiler may do as it likes (it did).
-        state = _mix(self.keys ^ _word_of_name(name))[:, None] ^ counter
-        return _mix(state * _GAMMA).view(len(self.keys), *shape)
+        state = mix_tensor(self.keys ^ _hash_name(name))[:, None] ^ counter
+        return mix_tensor(state * _GAMMA).view(len(self.keys), *shape)
 
     def uniform(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """(n, *shape) in [0, 1)."""
-        bits = _shift(self._bits(name, shape), 40)
+        """Return (n, *shape) in [0, 1)."""
+        bits = shift_right(self._bits(name, shape), 40)
         return bits.to(dtype or torch.get_default_dtype()) * 2.0**-24
 
     def normal(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """(n, *shape), mean 0, variance 1, by Box and Muller; the largest value there is is 6.76."""
+        """Return (n, *shape) with mean 0 and variance 1, by Box and Muller; no value is larger than 6.76."""
         bits = self._bits(name, shape)
-        radius = (_shift(bits, 32).double() + 0.5) * 2.0**-32
+        radius = (shift_right(bits, 32).double() + 0.5) * 2.0**-32
         angle = (bits & 0xFFFFFFFF).double() * (math.tau * 2.0**-32)
         return ((-2 * radius.log()).sqrt() * angle.cos()).to(dtype or torch.get_default_dtype())
 
     def integers(self, name: str, high: int, *shape: int) -> Tensor:
-        """(n, *shape) int64 in [0, high), for high up to 2^31."""
+        """Return (n, *shape) int64 in [0, high), for high up to 2^31."""
         assert 0 < high <= 1 << 31
-        return (_shift(self._bits(name, shape), 32) * high) >> 32
+        return (shift_right(self._bits(name, shape), 32) * high) >> 32
 
     def bernoulli(self, name: str, p: float, *shape: int) -> Tensor:
-        """(n, *shape) bool, true with probability p; compared as integers, so no rounding can flip a coin."""
-        return _shift(self._bits(name, shape), 40) < round(p * (1 << 24))
+        """Return (n, *shape) bool, true with probability p; compared as integers, so rounding cannot change a value."""
+        return shift_right(self._bits(name, shape), 40) < round(p * (1 << 24))

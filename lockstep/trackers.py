@@ -1,15 +1,16 @@
-"""Where the numbers go: the console, metrics.jsonl, TensorBoard, Weights & Biases.
+"""What values are logged to: the console, metrics.jsonl, TensorBoard, Weights & Biases.
 
     trackers = Trackers({"console": lambda: Console(20_000), ...}, warn)   on rank 0; Trackers({}) on the others
     every step:       trackers.advance(step)                               waits for nothing
     every log_every:  trackers.log(step, {"loss": 0.5, "lr": 1e-4, "samples_per_second": 812.0})
-    now and then:     trackers.picture(step, "samples", path), trackers.message("a checkpoint is written")
+    sometimes:        trackers.picture(step, "samples", path), trackers.message("a checkpoint is written")
     in a `finally`:   trackers.close()
 
-No tracker can stop a training. One that fails, when it is made or later, is named with the reason, once, and dropped.
-Only metrics.jsonl is tried again at every later log, as a full disk may be freed; the lines wait in memory till then.
+No tracker can stop a run. One that fails, when it is made or later, is named with the reason, once, and dropped.
+Only metrics.jsonl is tried again at every later log, as a full disk may be freed; until then its lines stay in memory.
 """
 
+import errno
 import json
 import math
 import os
@@ -29,23 +30,38 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from .config import Run
+from .files import replacing
+
 
 class Tracker(ABC):
-    """One place that numbers go to. Any method may raise: `Trackers` sees to it.
+    """One target of logged values. Any method may raise: `Trackers` catches it.
 
-    `picture` gets a PNG or GIF file, `advance` every step (it must cost nothing), `close` may return a last word.
+    `picture` gets a PNG or GIF file, `advance` every step (it must cost nothing), `status` what the run does between
+    steps, `close` may return a last message.
     """
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def picture(self, step: int, name: str, path: Path) -> None: ...
     def message(self, text: str) -> None: ...
+    def status(self, text: str) -> None: ...
     def advance(self, step: int) -> None: ...
     def close(self) -> str | None: ...
 
 
+class Screen(rich.console.Console):
+    """A console of rich that raises when nobody reads it any more (`| head`); rich's own would exit the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "the reader of the output is gone")
+
+
 class Console(Tracker):
     """A progress bar on a terminal, one plain line for each `log` elsewhere."""
+
+    STATUS_SECONDS = 5.0
+    """Between two lines of `status` where there is no terminal."""
 
     def __init__(
         self,
@@ -58,8 +74,9 @@ class Console(Tracker):
         if terminal is None:  # rich would take FORCE_COLOR for a terminal too, and fill a log file with bars
             terminal = (file or sys.stdout).isatty() and os.environ.get("TERM") != "dumb"
         self._step, self._total, self._clock = start, total, clock
+        self._status, self._status_at = "", -math.inf
         self._marks, self._shown = [(start, clock())], dict[str, float]()  # marks: at the start, first log, latest log
-        self._screen = rich.console.Console(file=file, force_terminal=terminal)
+        self._screen = Screen(file=file, force_terminal=terminal)
         self._live = self._start(shared=file is None) if terminal else None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -73,8 +90,15 @@ class Console(Tracker):
     def message(self, text: str) -> None:
         self._screen.print(Text(text), soft_wrap=True)
 
+    def status(self, text: str) -> None:
+        """Show what the run does between steps: in place on a terminal, elsewhere as a line every few seconds."""
+        self._status = text
+        if self._live is None and self._clock() - self._status_at >= self.STATUS_SECONDS:
+            self._status_at = self._clock()
+            self.message(text)
+
     def advance(self, step: int) -> None:
-        self._step = step  # no lock: rich's thread looks at it four times a second
+        self._step, self._status, self._status_at = step, "", -math.inf  # no lock: rich's thread only reads
 
     def close(self) -> None:
         if self._live is not None:
@@ -106,7 +130,7 @@ class Console(Tracker):
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         position, percent = f"step {step}/{self._total}", f"{100 * step // total}%  {self._left(step)}"
         bar.add_row(position, ProgressBar(total=total, completed=step), percent)
-        return rich.console.Group(bar, Text("  ".join(_numbers(self._shown))))
+        return rich.console.Group(bar, Text(self._status or "  ".join(_numbers(self._shown))))
 
 
 def _numbers(values: Mapping[str, float]) -> list[str]:
@@ -157,15 +181,11 @@ class JsonLines(Tracker):
     def _open(self) -> IO[bytes]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            clean = self._path.with_name(self._path.name + ".tmp")
-            with self._path.open("rb") as old, clean.open("wb") as new:
-                new.writelines(line for line in old if self._stands(line))
-                new.flush()
-                os.fsync(new.fileno())
-            clean.replace(self._path)
+            with replacing(self._path) as clean, self._path.open("rb") as old, clean.open("wb") as new:
+                new.writelines(line for line in old if self._is_kept(line))
         return self._path.open("ab", buffering=0)
 
-    def _stands(self, line: bytes) -> bool:
+    def _is_kept(self, line: bytes) -> bool:
         try:
             return line.endswith(b"\n") and bool(json.loads(line)["step"] <= self._last)
         except (ValueError, TypeError, KeyError):
@@ -175,7 +195,10 @@ class JsonLines(Tracker):
 class Curves(Tracker):
     """When all is over, a picture of metrics.jsonl: one panel for each value, training and validation together."""
 
-    aside = {"step", "time", "epoch", "watch_seconds", "epochs_proven", "skipped_steps", "checkpoint_pause_seconds"}
+    not_drawn = {
+        "step", "time", "epoch", "watch_seconds", "epochs_proven", "skipped_steps", "checkpoint_pause_seconds",
+        "failed_outputs",
+    }  # fmt: skip
 
     def __init__(self, lines: Path, picture: Path):
         self._lines, self._picture = lines, picture
@@ -190,7 +213,7 @@ class Curves(Tracker):
         series: dict[str, list[tuple[int, float]]] = {}
         for line in map(json.loads, self._lines.read_text().splitlines()):
             for name, value in line.items():
-                if name not in self.aside and value is not None:
+                if name not in self.not_drawn and value is not None:
                     series.setdefault(name, []).append((line["step"], value))
         if all(len(points) < 2 for points in series.values()):  # of a point there is no curve
             return
@@ -255,13 +278,13 @@ class Wandb(Tracker):
             raise ImportError(f"{error}; pip install 'lockstep-train[wandb]'") from error
         self._image, self._video, self._teardown = Image, Video, teardown
         limits = {key: value for key, value in self.limits.items() if key in Settings.model_fields}  # 0.19 has fewer
-        place: dict[str, Any] = {"dir": str(folder), "project": project, "name": name, "id": run_id}
+        identity: dict[str, Any] = {"dir": str(folder), "project": project, "name": name, "id": run_id}
         folder.mkdir(parents=True, exist_ok=True)  # else wandb writes to the folder for temporary files
         hook = sys.excepthook
         try:
             setup(Settings(silent=True))  # of the process: with `init` alone it talks, and asks for a login
             settings = Settings(silent=True, console="off", **limits)
-            self._run: Any = init(mode=mode, config=dict(config), resume="allow", settings=settings, **place)
+            self._run: Any = init(mode=mode, config=dict(config), resume="allow", settings=settings, **identity)
             # wandb's own step can only rise: what is logged again after a resume would be thrown away
             self._run.define_metric("*", step_metric="step")
         except BaseException:
@@ -311,6 +334,9 @@ class Trackers:
     def message(self, text: str) -> None:
         self._each(lambda tracker: tracker.message(text))
 
+    def status(self, text: str) -> None:
+        self._each(lambda tracker: tracker.status(text))
+
     def advance(self, step: int) -> None:
         self._each(lambda tracker: tracker.advance(step))
 
@@ -338,3 +364,23 @@ class Trackers:
         if not again:
             with suppress(Exception):  # of its close, or because it was never made
                 self._trackers.pop(name).close()
+
+
+def for_run(
+    run: Run, folder: Path, console: Console, settings: Mapping[str, Any], resumed: int | None
+) -> dict[str, Callable[[], Tracker]]:
+    """Return, by name, how to make each tracker that a run's settings ask for; `resumed`: the step it resumes at."""
+    makers: dict[str, Callable[[], Tracker]] = {
+        "the console": lambda: console,
+        "metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl", resumed),
+    }
+    if run.curves:
+        makers["curves.png"] = lambda: Curves(folder / "metrics.jsonl", folder / "curves.png")
+    if run.tensorboard:
+        events = Path(run.logdir) if run.logdir else folder / "tensorboard"
+        makers["TensorBoard"] = lambda: TensorBoard(events, resumed)
+    if run.use_wandb:
+        name = run.wandb_name or folder.name
+        run_id = "".join(c if c.isalnum() else "-" for c in str(folder))[-60:]  # the same when the run is resumed
+        makers["W&B"] = lambda: Wandb(folder, run.wandb_project, name, settings, run_id)
+    return makers

@@ -1,48 +1,53 @@
 """The loop. `train_step` is the whole training step; `fit` is what happens around it.
 
-trainer = Trainer(request, world, place)
+trainer = Trainer(request, world, run_dir)
 outcome = trainer.fit()
 """
 
 import gc
-import math
+import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import checkpoint, evaluate, trackers
-from .config import Request
-from .distributed import Signals, World
-from .job import Job
-from .recipe import Sums
-from .rng import Rng
-from .run import Place
-from .watch import OutOfLockstep
-
-__all__ = ["Diverged", "NotSaved", "OutOfLockstep", "OutOfMemory", "Outcome", "Trainer"]
-
+from . import checkpoint, distributed, flags, loader, registry, rundir, trackers
+from .config import TrainConfig
+from .distributed import RunFailed, StopSignals, World
+from .evaluate import Evaluator
+from .flags import Request
+from .loss import LossSums, Objective
+from .parallel import Replica
+from .receipt import make_receipt
+from .recipe import Recipe, Scores
+from .rundir import RunDir
+from .sampling import Sampler
+from .setup import prepare
+from .stream import Slice, Stream
 
 OUT_OF_MEMORY = 1000
-"""Among what ranks wish, more urgent than any signal."""
+"""A stop request more urgent than any signal's number."""
+FinishedMicroBatch = tuple[Slice, Tensor, float | Tensor, dict[str, Tensor]]
+"""Samples, and the total, weight and logs of their loss."""
 
 
-class Diverged(RuntimeError):
+class Diverged(RunFailed):
     """The gradient has not been finite for too many steps in a row."""
 
 
-class NotSaved(RuntimeError):
+class NotSaved(RunFailed):
     """The run came to its end but its last state could not be written."""
 
 
-class OutOfMemory(RuntimeError):
-    """There is no smaller piece to cut the batch into."""
+class OutOfMemory(RunFailed):
+    """A micro-batch of one sample does not fit into memory."""
 
 
 @dataclass
@@ -51,98 +56,128 @@ class Outcome:
 
     step: int
     folder: Path
+    model: nn.Module
+    """The trained model, without wrappers, on the device it was trained on."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last evaluation."""
     stopped_by: str | None = None
     """None at the planned end; `patience`, or the name of a signal."""
-    made: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()
+    """The last samples."""
 
 
-class Totals:
-    """Sums of losses and weights since the last log, kept on the device."""
+class Trainer:
+    """The loop over a run: steps, and what is due between them."""
 
-    def __init__(self) -> None:
-        self.sums: dict[str, Any] = {}
-
-    def add(self, total: Tensor, weight: float | Tensor, logs: dict[str, Tensor]) -> None:
-        for name, value in {"loss": total, "weight": weight, **logs}.items():
-            value = value.detach() if isinstance(value, Tensor) else value
-            self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def means(self, world: World) -> dict[str, float]:
-        """Each sum over all ranks divided by the weight; the only place where training waits for the device."""
-        sums, self.sums = self.sums, {}
-        values = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in sums.values()])
-        reduced = dict(zip(sums, world.sum(values).tolist(), strict=True))
-        weight = reduced.pop("weight")
-        return {name: value / weight if weight else math.nan for name, value in reduced.items()}
-
-
-class Trainer(Job):
-    """The loop over a job: steps, and what is due between them."""
-
-    def __init__(self, request: Request, world: World, place: Place):
-        super().__init__(request, world, place)
-        self.signals = Signals()
-        self.wish = 0
-        """What some rank wants: the number of a signal, or OUT_OF_MEMORY; agreed in every step."""
-        self.totals = Totals()
-        self.made: tuple[Path, ...] = ()
+    def __init__(self, request: Request, world: World, run_dir: RunDir):
+        self.setup, self.state, self.watch = prepare(request, world, run_dir)
+        self.config, self.world, self.folder = request.train, world, run_dir.path
+        self.recipe, self.precision = self.setup.recipe, self.setup.precision
+        self.model, self.update, self.progress = self.state.model, self.state.update, self.state.progress
+        self.resumed_step = self.progress.step
+        seed, batching = self.config.data.seed, self.setup.batching
+        costs = self.recipe.sample_costs(self.setup.data)
+        self.stream = Stream(batching.dataset, batching.global_batch, seed, costs)
+        self.normalizer = self.setup.normalizer()
+        self.evaluator = Evaluator(self.recipe, self.model, world, self.precision.autocast, seed)
+        self.sampler = Sampler(self.evaluator, self.state.emas, self.folder, self._show_status, self.say)
+        self.loss_sums = LossSums()
+        self.samples_used: list[Slice] = []
+        """Since the last check of the ledger."""
+        self.signals = StopSignals()
+        self.stop_request = 0
+        """Agreed by all ranks in every step: the number of a signal, OUT_OF_MEMORY, or 0."""
+        self.metrics: dict[str, float] = {}
+        self.sample_files: tuple[Path, ...] = ()
         self.trackers = trackers.Trackers({})
         if world.is_main:
-            self.checkpoints = checkpoint.Checkpoints(place.folder / "checkpoints", self.config.run.keep)
+            self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", self.config.run.keep)
+        self._build_replica_and_loader()
+
+    def _build_replica_and_loader(self) -> None:
+        """Build what depends on the size of the micro-batch."""
+        setup, step = self.setup, self.progress.step
+        objective = Objective(self.recipe.loss, self.model, self.config.data.seed)
+        self.replica = Replica(objective, self.world, setup.compiled)
+        if self.world.size > 1:
+            self._warm_up_ddp()
+        self.loader = loader.Loader(
+            self.recipe, setup.data, self.stream, self.world, setup.batching, step,
+            self.config.data.num_workers, self.precision.dtype,
+        )  # fmt: skip
+
+    def _warm_up_ddp(self) -> None:
+        samples = self.stream.batch(self.progress.step, self.world.rank, self.world.size)
+        samples = Slice(samples.epoch[:2], samples.index[:2])
+        (micro,) = loader.Fetch(self.recipe, self.setup.data, self.stream.seed).__getitems__((samples, True))
+        if micro.error:
+            raise ValueError(micro.error)
+        micro = loader.to_device(micro, self.world.device, self.precision.dtype)
+        _, per_sample = self.normalizer.count_terms([micro])
+        self.replica.warm_up(micro, per_sample, self.precision.autocast)
+        self._discard_gradients()
 
     def train_step(self) -> None:
-        """One optimizer update from one global batch."""
-        before, short, self.replica.buckets.issued = self.totals.sums.copy(), False, 0
+        """Make one optimizer update from one global batch."""
+        finished = self._accumulate_gradients()
+        self.stop_request = self.world.all_reduce_max(OUT_OF_MEMORY if finished is None else self.signals.received)
+        if finished is None or self.stop_request == OUT_OF_MEMORY:
+            finished = None
+            self._redo_with_smaller_micro_batches()
+            return
+        self.update.step(self.progress.step, self.normalizer.gradient_factor())
+        for ema in self.state.emas:
+            ema.update(self.progress.step)
+        for samples, total, weight, logs in finished:
+            self.samples_used.append(samples)
+            self.loss_sums.add(total, weight, logs)
+
+    def _accumulate_gradients(self) -> list[FinishedMicroBatch] | None:
+        """Run forward and backward of all micro-batches of a step; None if this rank is out of memory."""
+        finished, self.replica.buckets.issued = list[FinishedMicroBatch](), 0
         try:
-            micros, per_sample = self.weighed(self.loader.step()) if self.weighs else (self.loader.step(), None)
-            for micro in micros:
+            micro_batches, per_sample = self.normalizer.count_terms(self.loader.step())
+            for micro in micro_batches:
                 if not len(micro.indices):
                     continue  # more micro-batches than samples on this rank; never the last one
                 with nullcontext() if micro.last else self.replica.no_sync():
                     with self.precision.autocast:
                         total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices, per_sample)
-                    self.update.loss(total, weight, len(micro.indices)).backward()
-                self.totals.add(total, weight, logs)
-                self.watch.ledger.used.append((self.step, micro.samples))
+                    loss = self.normalizer.scale(total, weight, len(micro.indices))
+                    (loss if self.precision.scaler is None else loss * self.precision.scaler.scale).backward()
+                finished.append((micro.samples, total.detach(), weight, logs))
         except torch.OutOfMemoryError:
-            if self.shares_batch_norm:
-                raise  # the others wait in the middle of a forward pass: nothing can be agreed on there
-            short = True
+            if self.setup.sync_bn:
+                raise  # other ranks wait in the middle of a forward pass: no agreement is possible there
             self.replica.buckets.release()
-        self.wish = self.world.largest(OUT_OF_MEMORY if short else self.signals.received)
-        if self.wish == OUT_OF_MEMORY:
-            self.totals.sums, total, weight, logs = before, None, None, None
-            self._redo_in_smaller_pieces()
-            return
-        self.update.step(self.step)
-        for ema in self.emas:
-            ema.update(self.step)
+            return None
+        return finished
 
-    def _redo_in_smaller_pieces(self) -> None:
-        """Some rank had not enough memory. All of them halve the micro-batch; the global batch stays what it is."""
-        old = self.sizes
+    def _redo_with_smaller_micro_batches(self) -> None:
+        """Halve the micro-batch on all ranks, because one was out of memory; the global batch stays."""
+        old = self.setup.batching
         if old.micro_batch == 1:
             raise OutOfMemory("there is not enough memory for a single sample; use a smaller model or input")
-        micro = -(-old.micro_batch // 2)
-        share = -(-old.global_batch // old.world)
-        accumulation = -(-share // micro)
-        self.sizes = replace(old, micro_batch=micro, accumulation=accumulation)
+        new = self.setup.batching = old.halved()
         self.say(
-            f"out of memory at step {self.step + 1}: micro-batch {old.micro_batch} -> {micro}, accumulation "
-            f"{old.accumulation} -> {accumulation}; the global batch stays {old.global_batch}"
+            f"out of memory at step {self.progress.step + 1}: micro-batch {old.micro_batch} -> {new.micro_batch}, "
+            f"accumulation {old.accumulation} -> {new.accumulation}; the global batch stays {old.global_batch}"
         )
-        self.update.forget()
-        self.watch.ledger.used = [entry for entry in self.watch.ledger.used if entry[0] != self.step]
+        self._discard_gradients()
         del self.replica, self.loader
         gc.collect()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.prepare()
+        self._build_replica_and_loader()
         self.train_step()
 
+    def _discard_gradients(self) -> None:
+        self.update.optimizer.zero_grad(set_to_none=True)
+        self.normalizer.reset()
+
     def fit(self) -> Outcome:
-        """Train to the end, or until somebody wants to stop; then leave everything saved."""
-        self._open()
+        """Train to the end, or until a stop is requested; then save everything."""
+        self._open_trackers()
         try:
             return self._loop()
         finally:
@@ -151,214 +186,211 @@ class Trainer(Job):
             self.trackers.close()
 
     def _loop(self) -> Outcome:
-        stopped_by, run = None, self.config.run
-        self._clock, self._logged = time.perf_counter(), self.step
+        stopped_by, run, progress, n_steps = None, self.config.run, self.progress, self.setup.batching.n_steps
+        self._logged_at, self._logged_step = time.perf_counter(), progress.step
         self.model.train()
         with self.signals:
-            while self.step < self.sizes.n_steps and stopped_by is None:
+            if self._resumes_own_folder() and progress.step < n_steps:
+                self._sample_and_score()  # a run that was killed in the middle of it has some left
+            while progress.step < n_steps and stopped_by is None:
                 self.train_step()
-                self.step += 1
-                at_end = self.step == self.sizes.n_steps
-                self.trackers.advance(self.step)
-                if at_end or self.step % run.log_every == 0:
+                progress.step += 1
+                at_end = progress.step == n_steps
+                self.trackers.advance(progress.step)
+                if at_end or progress.step % run.log_every == 0:
                     self._log()
-                if at_end or self._due("eval"):
+                if at_end or self._is_due("eval"):
                     self._evaluate()
-                if run.patience and self.bad_evaluations >= run.patience:
+                if run.patience and progress.bad_evaluations >= run.patience:
                     stopped_by = "patience"
-                elif self.wish and not at_end:
-                    stopped_by = signal.Signals(self.wish).name
-                elif not at_end and (self.new_best or self._due("save")):
+                elif self.stop_request and not at_end:
+                    stopped_by = signal.Signals(self.stop_request).name
+                elif not at_end and (progress.new_best or self._is_due("save")):
                     self._save()
                 if not at_end and stopped_by is None:
-                    if self._due("sample"):
-                        self._sample()
-                    if self.recipe.score_every and self.step % self.recipe.score_every == 0:
-                        self._score()
-            return self._close(stopped_by)
+                    self._sample_and_score()
+            return self._finish(stopped_by)
 
-    def _due(self, kind: str) -> bool:
-        return self.every[kind] > 0 and self.step % self.every[kind] == 0
+    def _is_due(self, what: str) -> bool:
+        every = self.setup.every(what)
+        return every > 0 and self.progress.step % every == 0
 
-    def _open(self) -> None:
-        """Say what is about to happen, before it does."""
+    def _resumes_own_folder(self) -> bool:
+        resume_from = self.setup.run_dir.resume_from
+        return resume_from is not None and self.folder.resolve() in resume_from.resolve().parents
+
+    def _open_trackers(self) -> None:
+        """Write and show the receipt, and open everything that values are logged to."""
         if not self.world.is_main:
             return
-        folder, run = self.place.folder, self.config.run
-        self.request.write(folder / "config.yaml")
-        receipt = self.receipt()
-        receipt.write(folder / "receipt.json")
+        request, step = self.setup.request, self.progress.step
+        request.write(self.folder / "config.yaml")
+        receipt = make_receipt(self.setup, self.state)
+        receipt.write(self.folder / "receipt.json")
         receipt.show()
-        resumed = self.step if self.place.start else None
-        events = Path(run.logdir) if run.logdir else folder / "tensorboard"
-        console = trackers.Console(self.sizes.n_steps, self.step)
-        self.trackers = trackers.Trackers({"the console": lambda: console})  # for what the others have to say
-        where: dict[str, Callable[[], trackers.Tracker]] = {
-            "the console": lambda: console,
-            "metrics.jsonl": lambda: trackers.JsonLines(folder / "metrics.jsonl", resumed),
-        }
-        if run.curves:
-            where["curves.png"] = lambda: trackers.Curves(folder / "metrics.jsonl", folder / "curves.png")
-        if run.tensorboard:
-            where["TensorBoard"] = lambda: trackers.TensorBoard(events, resumed)
-        if run.use_wandb:
-            name, settings = run.wandb_name or folder.name, self.request.flat()
-            where["W&B"] = lambda: trackers.Wandb(folder, run.wandb_project, name, settings, self._wandb_id())
-        self.trackers = trackers.Trackers(where, self.say)
-
-    def _wandb_id(self) -> str:
-        """One run folder is one W&B run, through all its resumptions."""
-        return "".join(c if c.isalnum() else "-" for c in str(self.place.folder))[-60:]
+        resumed = step if self.setup.run_dir.resume_from else None
+        console = trackers.Console(self.setup.batching.n_steps, step)
+        self.trackers = trackers.Trackers({"the console": lambda: console})  # for messages about the others
+        makers = trackers.for_run(self.config.run, self.folder, console, request.flat(), resumed)
+        self.trackers = trackers.Trackers(makers, self.say)
 
     def say(self, text: str) -> None:
-        """A line to the user, once, and into log.txt."""
+        """Print a message once, on rank 0, and append it to log.txt."""
         if self.world.is_main:
             self.trackers.message(text)
-            with suppress(OSError), (self.place.folder / "log.txt").open("a") as log:
+            with suppress(OSError), (self.folder / "log.txt").open("a") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
+    def _show_status(self, text: str) -> None:
+        self.trackers.status(text)
+
     def _log(self) -> None:
-        """Numbers of the steps since the last log, and the checks that come with them."""
-        values = self.totals.means(self.world)
-        now, steps = time.perf_counter(), self.step - self._logged
+        """Log the values of the steps since the last log, and check that the ranks agree."""
+        values = self.loss_sums.means(self.world)
+        now, step, batching = time.perf_counter(), self.progress.step, self.setup.batching
         bad_in_row, lr = int(self.update.bad_in_row), self.update.optimizer.param_groups[0]["lr"]
-        scale = self.precision.scaler and self.precision.scaler.scale.item()
-        self.watch.check(self.step, lr=lr, scale=scale, weight_of_a_sample=f"{self.update.per_sample or 0:.9g}")
+        scale = self.precision.scaler.scale.item() if self.precision.scaler else None
+        self.check_ranks(lr=lr, scale=scale, weight_per_sample=f"{self.normalizer.weight_per_sample or 0:.9g}")
         values |= {
             "lr": lr,
             "grad_norm": float(self.update.norm),
-            "epoch": self.step / self.sizes.steps_per_epoch,
-            "samples_per_second": steps * self.sizes.global_batch / (now - self._clock),
+            "epoch": step / batching.steps_per_epoch,
+            "samples_per_second": (step - self._logged_step) * batching.global_batch / (now - self._logged_at),
             "skipped_steps": int(self.update.bad_steps),
             "epochs_proven": self.watch.ledger.complete,
             "watch_seconds": self.watch.seconds,
+            "failed_outputs": self.sampler.failures,
         }
-        self.trackers.log(self.step, values)
+        self.trackers.log(step, values)
         if bad_in_row >= self.config.optim.max_bad_steps:
             raise Diverged(
-                f"the gradient was not finite in the last {bad_in_row} steps (up to step {self.step}); lower --lr, "
-                f"set --clip_grad, or look at the data. The weights are those of before: {self.place.folder}"
+                f"the gradient was not finite in the last {bad_in_row} steps (up to step {step}); lower --lr, "
+                f"set --clip_grad, or look at the data. The weights are those of before: {self.folder}"
             )
         if self.world.is_main and (failure := self.checkpoints.failure()):
             self.say(failure)
-        self._clock, self._logged = time.perf_counter(), self.step
+        self._logged_at, self._logged_step = time.perf_counter(), step
+
+    def check_ranks(self, **facts: float | str | None) -> None:
+        """Raise OutOfLockstep unless the ranks agree in weights, samples used and `facts`."""
+        used, self.samples_used = self.samples_used, []
+        self.watch.check(self.progress.step, used, **facts)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Time spent within does not count as training in samples per second."""
-        start = time.perf_counter()
-        yield
-        self._clock += time.perf_counter() - start
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within it the model has its first averaged weights, if there are any."""
-        with self.emas[0].applied() if self.emas else nullcontext():
+    def _not_timed(self) -> Iterator[None]:
+        """Leave the time spent in the block out of samples per second."""
+        started = time.perf_counter()
+        try:
             yield
+        finally:
+            self._logged_at += time.perf_counter() - started
 
     def _evaluate(self) -> None:
-        """Metrics on the validation set; the same on every rank, and so is what follows from them."""
-        if self.validation is None:
+        """Compute metrics on the validation set, from the averaged weights if there are any; equal on every rank."""
+        if self.setup.validation is None:
             return
-        size, run = 2 * self.sizes.micro_batch, self.config.run
-        limit = 2 * size * self.world.size if self.request.smoke else None
-        with self._aside(), self.averaged():
-            values, _ = evaluate.evaluate(
-                self.recipe, self.model, self.validation, self.world, size, self.precision.autocast,
-                self.config.data.seed, limit,
-            )  # fmt: skip
-        self.trackers.log(self.step, {f"val/{name}": value for name, value in values.items()})
-        if run.best_metric not in values and not self.every["eval"]:
+        batch_size, run = 2 * self.setup.batching.micro_batch, self.config.run
+        limit = 2 * batch_size * self.world.size if self.setup.request.smoke else None
+        emas = self.state.emas
+        with self._not_timed(), emas[0].applied() if emas else nullcontext():
+            values, _ = self.evaluator.evaluate(self.setup.validation, batch_size, limit)
+        self.metrics = values
+        self.trackers.log(self.progress.step, {f"val/{name}": value for name, value in values.items()})
+        if run.best_metric not in values and not self.setup.every("eval"):
             return
         if run.best_metric not in values:
             raise ValueError(f"best_metric is one of {', '.join(values)}, not {run.best_metric}")
-        value, sign = values[run.best_metric], 1 if run.best_mode == "min" else -1
-        if sign * value < sign * self.best - (0 if math.isinf(self.best) else run.min_delta):
-            self.best, self.bad_evaluations, self.new_best = value, 0, True
-        else:
-            self.bad_evaluations += 1
-        self.update.schedule.evaluated(self.bad_evaluations)
+        self.progress.evaluated(values[run.best_metric], run.best_mode, run.min_delta)
+        self.update.schedule.evaluated(self.progress.bad_evaluations)
 
-    def _score(self) -> None:
-        """Values that need generated samples, from the averaged weights, made by all ranks."""
-        seed = self.config.data.seed
-
-        def total(count: int, batch_size: int, part: Callable[[range, Rng], Sums]) -> dict[str, Tensor]:
-            return evaluate.total(count, batch_size, part, self.world, seed)
-
-        with self._aside(), self.averaged(), evaluate.in_use(self.model), self.precision.autocast, torch.no_grad():
-            values, remark = self.recipe.score(self.model, total, self.place.folder)
-        self.trackers.log(self.step, values)
-        if remark:
-            self.say(remark)
-
-    def _sample(self) -> None:
-        """The recipe's galleries, from the plain and from the averaged weights, made by all ranks."""
-        for name, settings in self.recipe.galleries().items():
-            for weights in ("ema", "plain") if self.emas else ("plain",):
-                with self._aside(), self.averaged() if weights == "ema" else nullcontext():
-                    self._gallery(name, weights, dict(settings))
-
-    def _gallery(self, name: str, weights: str, settings: dict[str, Any]) -> None:
-        seed, count = self.config.data.seed, settings.pop("n")
-        autocast = self.precision.autocast
-        samples = evaluate.generate(self.recipe, self.model, count, settings, self.world, autocast, seed)
-        if samples is None:
-            return
-        folder = self.place.folder / "samples"
-        folder.mkdir(exist_ok=True)
-        made = self.recipe.save_samples(samples, folder / f"step-{self.step:08d}-{name}-{weights}")
-        for path in made:
-            self.trackers.picture(self.step, f"samples/{name}-{weights}", path)
-        self.made = (*self.made[-7:], *made)
+    def _sample_and_score(self, at_end: bool = False) -> None:
+        """Write the sample sets and scores that are due, by all ranks."""
+        step = self.progress.step
+        with self._not_timed():
+            if self._is_due("sample") or (at_end and self.setup.every("sample")):
+                files = self.sampler.sample(step)
+                for name, path in ((name, path) for name, paths in files.items() for path in paths):
+                    self.trackers.picture(step, f"samples/{name}", path)
+                self.sample_files = tuple(path for paths in files.values() for path in paths)
+            every = self.recipe.score_every if isinstance(self.recipe, Scores) else 0
+            if every and (step % every == 0 or (at_end and step >= every)):
+                values, note = self.sampler.score(step)
+                self.trackers.log(step, values)
+                if note:
+                    self.say(note)
 
     def _save(self, final: bool = False) -> None:
-        """Hand a copy of everything to the writer. Every rank calls this: their generators are part of the state."""
-        self.watch.check(self.step)  # what is saved is right, and the ledger stands where the weights do
-        generators = {"cpu": torch.get_rng_state()}
-        if self.world.device.type == "cuda":
-            generators["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        ranks = self.world.gather(generators)
-        bad_steps, best, self.new_best = int(self.update.bad_steps), self.new_best, False
+        """Copy everything off the device and write it in the background. Every rank calls this."""
+        self.check_ranks()  # what is saved is right, and the ledger is at the same step as the weights
+        tensors, numbers = self.state.capture()
+        is_best, self.progress.new_best = self.progress.new_best, False
         if not self.world.is_main:
             return
-        tensors, state = self.capture(ranks, bad_steps)
-        pause = self.checkpoints.save(self.step, tensors, state, best=best, final=final)
-        self.trackers.log(self.step, {"checkpoint_pause_seconds": pause})
+        batching = self.setup.batching
+        facts = {"global_batch": batching.global_batch, "world": self.world.size, "dataset": batching.dataset}
+        state = {"step": self.progress.step, **facts, "seed": self.config.data.seed, **numbers}
+        pause = self.checkpoints.save(self.progress.step, tensors, state, best=is_best, final=final)
+        self.trackers.log(self.progress.step, {"checkpoint_pause_seconds": pause})
 
-    def _save_for_good(self, final: bool) -> None:
-        """The last save has to succeed, on a second try if need be, or the run has failed on all ranks."""
+    def _save_at_end(self, final: bool) -> None:
+        """Save, with a second try; if that fails too, the run has failed on all ranks."""
         failure = None
         for _ in range(2):
             self._save(final)
             if self.world.is_main:
                 self.checkpoints.wait()
                 failure = self.checkpoints.failure()
-                if failure and self.checkpoints.written == self.step:
+                if failure and self.checkpoints.written == self.progress.step:
                     self.say(failure)
                     failure = None
             failure = self.world.broadcast(failure)
             if failure is None:
                 return
-        raise NotSaved(f"the state after step {self.step} could not be saved: {failure}")
+        raise NotSaved(f"the state after step {self.progress.step} could not be saved: {failure}")
 
-    def _close(self, stopped_by: str | None) -> Outcome:
-        """Save what there is, write the weights as plain files, make the last samples, and let go of everything."""
+    def _finish(self, stopped_by: str | None) -> Outcome:
+        """Save, write the weights as plain files, make the last samples, and free the wrapped model."""
         done = stopped_by in (None, "patience")
-        if self.step > self.started:
-            self._save_for_good(done)
+        if self.progress.step > self.resumed_step:
+            self._save_at_end(done)
         if done and self.world.is_main:
             self._export()
         if done:
-            self._sample()
-        if done and 0 < self.recipe.score_every <= self.step:
-            self._score()
+            self._sample_and_score(at_end=True)
         del self.replica, self.loader
-        return Outcome(self.step, self.place.folder, stopped_by, self.made)
+        return Outcome(self.progress.step, self.folder, self.model, self.metrics, stopped_by, self.sample_files)
 
     def _export(self) -> None:
-        facts = {"recipe": self.request.recipe.name, "step": str(self.step)}
-        checkpoint.export(self.place.folder / "model", self.model.state_dict(), facts)
-        for ema in self.emas:
-            name = "model_ema" if ema is self.emas[0] else f"model_ema-{ema.decay}"
-            checkpoint.export(self.place.folder / name, ema.shadow, {**facts, "decay": str(ema.decay)})
+        facts = {"recipe": self.setup.request.recipe.name, "step": str(self.progress.step)}
+        checkpoint.export(self.folder / "model", self.model.state_dict(), facts)
+        for ema in self.state.emas:
+            name = "model_ema" if ema is self.state.emas[0] else f"model_ema-{ema.decay}"
+            checkpoint.export(self.folder / name, ema.shadow, {**facts, "decay": str(ema.decay)})
+
+
+def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **settings: Any) -> Outcome:
+    """Train in this process and return how it ended; what the command line would exit with is raised.
+
+    `recipe` is a class, or an instance with its options. The settings are a whole `config`, or single ones by their
+    flag names on top of the recipe's own defaults: `fit(Mine, n_steps=100, out="runs/mine")`. In a process that
+    torchrun has started, this is one rank of several.
+    """
+    kind, options = (recipe, None) if isinstance(recipe, type) else (type(recipe), recipe.options)
+    request = flags.request_for(kind, options, config, settings, rundir.find_config)
+    hardware = request.train.hardware
+    if hardware.nproc not in ("1", "auto") and "RANK" not in os.environ:
+        raise ValueError(
+            f"fit() trains in this process, not in nproc = {hardware.nproc}: start the script with "
+            f"torchrun --nproc_per_node={hardware.nproc}, or train the recipe with `lockstep train`"
+        )
+    if not registry.spec_of(kind):
+        registry.register_script(kind, Path(sys.argv[0]))
+    dtype = torch.get_default_dtype()
+    try:
+        with (
+            distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world,
+            rundir.open_run_dir(request.train.run, kind.name, world) as run_dir,
+        ):
+            return Trainer(request, world, run_dir).fit()
+    finally:
+        torch.set_default_dtype(dtype)

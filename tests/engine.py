@@ -9,15 +9,19 @@ from torch import Tensor
 
 from lockstep import Trainer
 from lockstep.distributed import World
-from lockstep.flags import parse
-from lockstep.recipe import introduce
-from lockstep.run import settle
+from lockstep.flags import Request, parse
+from lockstep.registry import register
+from lockstep.rundir import find_config, resolve_run_dir
 
 
 def trainer(world: World, recipe: str, flags: list[str]) -> Trainer:
-    found = introduce(getattr(tiny, recipe), recipe.lower(), f"{tiny.__file__}:{recipe}")
-    request = parse(found, ["--device", "cpu", *flags], "test")
-    return Trainer(request, world, settle(request, world))
+    found = register(getattr(tiny, recipe), recipe.lower(), f"{tiny.__file__}:{recipe}")
+    return trainer_for(parse(found, ["--device", "cpu", *flags], "test", find_config), world)
+
+
+def trainer_for(request: Request, world: World) -> Trainer:
+    """A trainer in the folder that the request asks for."""
+    return Trainer(request, world, resolve_run_dir(request.train.run, request.recipe.name, world))
 
 
 def train(world: World, recipe: str, flags: list[str]) -> dict[str, Tensor]:

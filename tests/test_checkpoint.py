@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpoints, Damaged, load, newest
+from lockstep.optim import OptimizerState
+from lockstep.weights import read_weights
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -627,7 +629,7 @@ def test_exported_weights_load_in_both_forms(tmp_path: Path) -> None:
     checkpoint.export(tmp_path / "ema-0.9999", tensors, {"recipe": "dit"})
     assert everything(tmp_path) == ["ema-0.9999.pth", "ema-0.9999.safetensors"]
     for ending in (".pth", ".safetensors"):
-        found = checkpoint.load_weights(tmp_path / f"ema-0.9999{ending}")
+        found = read_weights(tmp_path / f"ema-0.9999{ending}")
         same({"": found}, {"": tensors})
     plain = torch.load(tmp_path / "ema-0.9999.pth", weights_only=True)
     assert type(plain) is dict and {type(value) for value in plain.values()} == {Tensor}
@@ -651,7 +653,7 @@ def test_a_malicious_file_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "bare.pth").write_bytes(pickle.dumps(Malicious(marker)))
     for name in ("zip.pth", "old.pt", "bare.pth"):
         with pytest.raises(ValueError, match=name):
-            checkpoint.load_weights(tmp_path / name)
+            read_weights(tmp_path / name)
     assert not marker.exists()
     torch.load(tmp_path / "zip.pth", weights_only=False)
     assert marker.exists(), "the trap itself must work"
@@ -669,14 +671,14 @@ def test_what_is_not_weights_is_refused(tmp_path: Path) -> None:
                         len(header).to_bytes(8, "little") + header + b"1234"):  # fmt: skip
             bad.write_bytes(garbage)
             with pytest.raises(ValueError, match=f"bad{ending}"):
-                checkpoint.load_weights(bad)
-    for thing in ([torch.zeros(1)], {"model": {"a": torch.zeros(1)}}, {"a": 1}, torch.zeros(1)):
+                read_weights(bad)
+    for thing in ([torch.zeros(1)], {"optimizer": {"a": torch.zeros(1)}}, {"a": 1}, torch.zeros(1)):
         torch.save(thing, tmp_path / "thing.pt")
         with pytest.raises(ValueError, match="holds no dict of tensors"):
-            checkpoint.load_weights(tmp_path / "thing.pt")
+            read_weights(tmp_path / "thing.pt")
     for name, why in (("good.bin", "are read from"), ("missing.pth", "no file"), ("good", "are read from")):
         with pytest.raises(ValueError, match=why):
-            checkpoint.load_weights(tmp_path / name)
+            read_weights(tmp_path / name)
 
 
 def test_an_export_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -690,7 +692,7 @@ def test_an_export_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space"):
         checkpoint.export(tmp_path / "model", {"a": torch.ones(3)}, {})
     assert everything(tmp_path) == ["model.pth", "model.safetensors"]
-    assert torch.equal(checkpoint.load_weights(tmp_path / "model.pth")["a"], torch.zeros(3))
+    assert torch.equal(read_weights(tmp_path / "model.pth")["a"], torch.zeros(3))
 
 
 # ---- the optimizer
@@ -733,8 +735,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 def continued(tmp_path: Path, kind: str, device: str, before: int) -> None:
     model, optimizer = build(kind, device)
     train(model, optimizer, range(before))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {"model": model.state_dict(), "optimizer": checkpoint.optimizer_tensors(optimizer, names)}
+    state = OptimizerState(optimizer, dict(model.named_parameters()))
+    tensors = {"model": model.state_dict(), "optimizer": state.state_dict()}
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(before, tensors, {})
     train(model, optimizer, range(before, before + 4))
@@ -745,13 +747,12 @@ def continued(tmp_path: Path, kind: str, device: str, before: int) -> None:
     again, its = build(kind, device, other_order=True)
     train(again, its, range(50, 52))  # state of its own, to be forgotten
     checkpoint.restore_model(again, found["model"], "model")
-    checkpoint.restore_optimizer(its, again.named_parameters(), found["optimizer"])
+    its_state = OptimizerState(its, dict(again.named_parameters()))
+    its_state.load_state_dict(found["optimizer"])
     train(again, its, range(before, before + 4))
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-    after = checkpoint.optimizer_tensors(optimizer, names)
-    names = {parameter: name for name, parameter in again.named_parameters()}
-    others = checkpoint.optimizer_tensors(its, names)
+    after, others = state.state_dict(), its_state.state_dict()
     same({"": {k: v.cpu() for k, v in after.items()}}, {"": others})
     for name in after:
         assert after[name].device == others[name].device and after[name].stride() == others[name].stride(), name
@@ -773,23 +774,22 @@ def test_training_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, kind: str, monkey
 def test_state_names_tell_the_parameter() -> None:
     model, optimizer = build("adamw", "cpu")
     train(model, optimizer, range(1))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = checkpoint.optimizer_tensors(optimizer, names)
+    names = dict(model.named_parameters())
+    tensors = OptimizerState(optimizer, names).state_dict()
     assert {"0.weight/exp_avg", "0.weight/exp_avg_sq", "0.weight/step"} <= tensors.keys()
     with pytest.raises(ValueError, match=r"'3\.bias' is trained"):
-        checkpoint.restore_optimizer(
-            torch.optim.AdamW([model[0].weight]), model.named_parameters(), {"3.bias/step": tensors["3.bias/step"]}
-        )
+        other = OptimizerState(torch.optim.AdamW([model[0].weight]), names)
+        other.load_state_dict({"3.bias/step": tensors["3.bias/step"]})
 
 
 def test_a_plain_run_goes_on_fused_and_back() -> None:
     model, optimizer = build("adamw", "cpu")
     train(model, optimizer, range(2))
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = dict(model.named_parameters())
     for kind in ("adamw fused", "adamw foreach", "adamw fused", "adamw"):
-        tensors = checkpoint.optimizer_tensors(optimizer, names)
+        tensors = OptimizerState(optimizer, names).state_dict()
         optimizer = OPTIMIZERS[kind](list(reversed(list(model.parameters()))))
-        checkpoint.restore_optimizer(optimizer, dict(model.named_parameters()), tensors)
+        OptimizerState(optimizer, names).load_state_dict(tensors)
         train(model, optimizer, range(1))
     assert {float(state["step"]) for state in optimizer.state.values()} == {6.0}
 
@@ -799,10 +799,10 @@ def test_state_keeps_its_own_type() -> None:
     optimizer = torch.optim.SGD([parameter])
     state = {"master": torch.rand(3), "mask": torch.tensor([True]), "none": None, "n": 7, "f": 0.1, "flag": True}
     optimizer.state[parameter] = dict(state)
-    tensors = checkpoint.optimizer_tensors(optimizer, {parameter: "p"})
+    tensors = OptimizerState(optimizer, {"p": parameter}).state_dict()
     assert all(isinstance(value, Tensor) for value in tensors.values()) and len(tensors) == 5
     fresh = torch.optim.SGD([parameter])
-    checkpoint.restore_optimizer(fresh, {"p": parameter}, tensors)
+    OptimizerState(fresh, {"p": parameter}).load_state_dict(tensors)
     found = fresh.state[parameter]
     assert torch.equal(found.pop("master"), state.pop("master")) and torch.equal(found.pop("mask"), state.pop("mask"))
     assert found == {"n": 7, "f": 0.1, "flag": True} and [type(value) for value in found.values()] == [int, float, bool]
@@ -813,4 +813,4 @@ def test_state_that_is_no_tensor_is_refused_by_name() -> None:
     optimizer = torch.optim.LBFGS([parameter])
     optimizer.state[parameter] = {"old_dirs": [torch.zeros(3)]}
     with pytest.raises(ValueError, match="LBFGS keeps p/old_dirs as a list"):
-        checkpoint.optimizer_tensors(optimizer, {parameter: "p"})
+        OptimizerState(optimizer, {"p": parameter}).state_dict()

@@ -6,13 +6,16 @@ import pytest
 import tiny
 import yaml
 
-from lockstep.config import Request
-from lockstep.flags import ALIASES, parse
-from lockstep.stream import Sizes
+from lockstep.batching import Batching
+from lockstep.flags import ALIASES, Request, parse
 
 
 def request(*flags: str) -> Request:
     return parse(tiny.Tiny, flags, "lockstep train tiny")
+
+
+def plan(request: Request, dataset: int, world: int, resumed_global_batch: int | None = None) -> Batching:
+    return Batching.plan(request.train.data, dataset, world, resumed_global_batch, request.smoke)
 
 
 def file(tmp_path: Path, text: str) -> str:
@@ -128,38 +131,38 @@ def test_other_ranks_stay_silent_about_a_wrong_flag(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_the_global_batch(flags: list[str], world: int, expected: tuple[int, int, int]) -> None:
-    sizes = Sizes.of(request(*flags), 997, world)
+    sizes = plan(request(*flags), 997, world)
     assert (sizes.micro_batch, sizes.accumulation, sizes.global_batch) == expected
 
 
 def test_epochs_become_steps_that_cover_them() -> None:
-    assert Sizes.of(request("--epochs", "3", "--batch_size", "10"), 997, 1).n_steps == 300
-    assert Sizes.of(request("--epochs", "1", "--batch_size", "10"), 1000, 1).n_steps == 100
+    assert plan(request("--epochs", "3", "--batch_size", "10"), 997, 1).n_steps == 300
+    assert plan(request("--epochs", "1", "--batch_size", "10"), 1000, 1).n_steps == 100
 
 
 @pytest.mark.parametrize(
     ("flags", "dataset", "world", "said"),
     [
         (["--batch_size", "64"], 50, 1, "50 samples, fewer than the global batch of 64"),
-        (["--global_batch_size", "2"], 50, 4, "does not go round 4 ranks"),
+        (["--global_batch_size", "2"], 50, 4, "too small for 4 ranks"),
     ],
 )
 def test_sizes_that_cannot_be(flags: list[str], dataset: int, world: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Sizes.of(request(*flags), dataset, world)
+        plan(request(*flags), dataset, world)
 
 
 def test_a_resumed_run_keeps_its_global_batch() -> None:
-    sizes = Sizes.of(request("--batch_size", "8"), 997, 2, bound=64)
+    sizes = plan(request("--batch_size", "8"), 997, 2, 64)
     assert (sizes.global_batch, sizes.accumulation) == (64, 4)
     with pytest.raises(ValueError, match="global batch of 64"):
-        Sizes.of(request("--global_batch_size", "32"), 997, 2, bound=64)
+        plan(request("--global_batch_size", "32"), 997, 2, 64)
 
 
 def test_smoke_caps_steps_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_SMOKE", "3")
     got = request("--n_steps", "100", "--global_batch_size", "512")
-    sizes = Sizes.of(got, 997, 2)
+    sizes = plan(got, 997, 2)
     assert (sizes.n_steps, sizes.micro_batch, sizes.global_batch, got.smoke) == (3, 2, 4, 3)
     monkeypatch.setenv("LOCKSTEP_SMOKE", "some")
     with pytest.raises(ValueError, match="number of steps"):
@@ -185,7 +188,7 @@ def test_every_flag_is_documented_and_unique() -> None:
 
 
 def test_presets_and_defaults_of_all_recipes_parse() -> None:
-    from lockstep.recipe import find, installed
+    from lockstep.registry import find, installed
 
     for name in installed():
         recipe = find(name)

@@ -1,6 +1,7 @@
 """The engine in one process: what does not need ranks."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,41 @@ from lockstep.trainer import NotSaved
 PACKAGE = Path(sys.modules["lockstep"].__file__).parent  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_step_runs_through_few_files_and_functions(tmp_path: Path, accumulation: int) -> None:
-    flags = ["--ema_decay", "0.99", "--clip_grad", "1", "--num_workers", "1"]
-    flags += ["--gradient_accumulation_steps", str(accumulation), "--out", str(tmp_path / "run")]
-    run = trainer(World(), "Labelled", flags)
-    run.train_step()  # workers started, first epoch's order made
+def functions_called(act: Callable[[], object]) -> set[tuple[str, str]]:
+    """The (file, function) pairs of the package that run, without a recipe's side: its code, its keys of randomness."""
     seen: set[tuple[str, str]] = set()
+    not_counted = {"Objective.forward", "Recipe.collate", "Rng.of", "mix_words"}
 
-    def look(frame, event, _):  # type: ignore[no-untyped-def]
-        code = frame.f_code
-        caller = frame
-        while caller is not None:
-            if caller.f_code.co_name == "forward" and caller.f_code.co_filename.endswith("recipe.py"):
-                return  # inside the objective: the model's side
+    def profile(frame, event, _):  # type: ignore[no-untyped-def]
+        code, caller = frame.f_code, frame
+        if event != "call" or not code.co_filename.startswith(str(PACKAGE)) or code.co_name.startswith("<"):
+            return
+        while caller is not None and caller.f_code.co_qualname not in not_counted:
+            if caller.f_code.co_filename == tiny.__file__:
+                return
             caller = caller.f_back
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and not code.co_name.startswith("<"):
+        if caller is None:
             seen.add((Path(code.co_filename).name, code.co_qualname))
 
-    sys.setprofile(look)
+    sys.setprofile(profile)
     try:
-        run.train_step()
+        act()
     finally:
         sys.setprofile(None)
-    seen = {entry for entry in seen if entry[1] != "Objective.forward"}
+    return seen
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("recipe", ["Labelled", "Terms", "Uneven", "Augmented"])
+def test_a_step_runs_through_few_files_and_functions(tmp_path: Path, recipe: str, accumulation: int) -> None:
+    """Whatever kind of recipe; what runs in a loader process is counted too (here it is this process)."""
+    flags = ["--ema_decay", "0.99", "--clip_grad", "1", "--num_workers", "0"]
+    flags += ["--gradient_accumulation_steps", str(accumulation), "--out", str(tmp_path / "run")]
+    run = trainer(World(), recipe, flags)
+    run.train_step()  # the order of the first epoch is made
+    seen = functions_called(run.train_step)
     files = {file for file, _ in seen}
-    assert {"trainer.py", "loader.py", "stream.py", "optim.py", "ema.py"} <= files
+    assert {"trainer.py", "loader.py", "stream.py", "optim.py", "loss.py", "distributed.py"} <= files
     assert len(files) <= 6, sorted(files)
     assert len(seen) <= 20, sorted(seen)
 
@@ -110,7 +120,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_no_failed_run(tmp_
         raise PermissionError(13, "Permission denied")
 
     run = trainer(World(), "Tiny", ["--n_steps", "2", "--out", str(tmp_path / "run")])
-    monkeypatch.setattr(checkpoint.Checkpoints, "_retire", refuse)
+    monkeypatch.setattr(checkpoint.Checkpoints, "_delete_old", refuse)
     assert run.fit().step == 2
     assert "deleting old checkpoints after step 2" in (tmp_path / "run" / "log.txt").read_text()
 
@@ -161,10 +171,10 @@ def test_a_plateau_without_evaluations_is_refused(tmp_path: Path) -> None:
 def test_a_weight_that_is_no_count_of_samples_is_refused(tmp_path: Path) -> None:
     run = trainer(World(), "Plain", ["--out", str(tmp_path)])
     total = torch.ones((), requires_grad=True)
-    run.update.loss(total, 24, 8)
-    run.update.loss(total, 9, 3)
-    with pytest.raises(ValueError, match="make it a tensor"):
-        run.update.loss(total, 20, 8)
+    run.normalizer.scale(total, 24, 8)
+    run.normalizer.scale(total, 9, 3)
+    with pytest.raises(ValueError, match="return it as a tensor"):
+        run.normalizer.scale(total, 20, 8)
 
 
 def test_a_folder_deleted_while_running_is_made_again(tmp_path: Path) -> None:
@@ -175,7 +185,7 @@ def test_a_folder_deleted_while_running_is_made_again(tmp_path: Path) -> None:
 
     def deleted_at_12() -> None:
         step()
-        if run.step == 12:
+        if run.progress.step == 12:
             out.rename(tmp_path / "gone")  # at once: a write in the background may be adding files to it
 
     run.train_step = deleted_at_12  # type: ignore[method-assign]
@@ -190,7 +200,7 @@ def test_a_disk_that_is_full_for_a_while_costs_only_what_was_due_then(tmp_path: 
     write = checkpoint._fill
 
     def full(folder: Path, *rest: Any) -> None:
-        if run.step in range(9, 13):
+        if run.progress.step in range(9, 13):
             raise OSError(28, "No space left on device")
         write(folder, *rest)
 
@@ -213,11 +223,11 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:
     flags = ["--ema_decay", "0.9", "--schedule", "cosine", "--warmup_steps", "3"]
     expected = train(World(), "WithDropout", [*flags, "--n_steps", "12", "--out", whole])
     cut = trainer(World(), "WithDropout", [*flags, "--n_steps", "12", "--save_every", "7", "--out", parts])
-    cut._open()
+    cut._open_trackers()
     cut.model.train()
     for _ in range(7):
         cut.train_step()
-        cut.step += 1
+        cut.progress.step += 1
     cut._save()
     cut.checkpoints.wait()
     resumed = train(World(), "WithDropout", ["--resume", parts])  # the run's own settings hold

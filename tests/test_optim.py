@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.batching import Batching
 from lockstep.config import Optim
-from lockstep.ema import Ema
-from lockstep.optim import Schedule, scaled_lr
-from lockstep.stream import Sizes
+from lockstep.optim import Ema, Schedule, scaled_lr
 
-SIZES = Sizes(dataset=1000, micro_batch=10, accumulation=1, world=1, global_batch=10, n_steps=110)
+SIZES = Batching(dataset=1000, micro_batch=10, accumulation=1, world=1, global_batch=10, n_steps=110)
 
 
 def curve(**settings) -> list[float]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from lockstep.recipe import find, installed, introduce_from
+from lockstep.registry import find, installed, register_script, spec_of
 
 
 def test_installed_recipes_are_found_by_name() -> None:
@@ -17,7 +17,7 @@ def test_a_recipe_in_a_file_is_found(tmp_path: Path) -> None:
     assert find(f"{file}:Labelled").__name__ == "Labelled"
     alone = tmp_path / "alone.py"
     alone.write_text("from lockstep import Recipe\n\n\nclass Mine(Recipe):\n    pass\n")
-    assert find(str(alone)).spec == f"{alone}:Mine"
+    assert spec_of(find(str(alone))) == f"{alone}:Mine"
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,9 @@ def test_what_is_not_found_is_explained(name: str, said: str) -> None:
         find(name)
 
 
-def test_a_class_that_a_script_trains_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_a_script_trains_is_found_again(tmp_path: Path) -> None:
     from lockstep.recipes.dit import DiTRecipe
 
-    for recipe in (DiTRecipe, tiny.Labelled):
-        monkeypatch.setattr(recipe, "spec", "")
-    assert introduce_from(DiTRecipe, tmp_path / "train.py").spec == "dit"
-    spec = introduce_from(tiny.Labelled, tmp_path / "train.py").spec
+    assert spec_of(register_script(DiTRecipe, tmp_path / "train.py")) == "dit"
+    spec = spec_of(register_script(tiny.Labelled, tmp_path / "train.py"))
     assert find(spec).__name__ == "Labelled"

@@ -2,16 +2,19 @@
 
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from engine import train, trainer
 
+from lockstep.checkpoint import load
 from lockstep.distributed import World
 from lockstep.flags import parse
-from lockstep.run import settle
+from lockstep.rundir import RunDir, find_config, resolve_run_dir
 
 
 @pytest.fixture(autouse=True)
@@ -19,20 +22,20 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def place(*flags: str):
-    return settle(parse(tiny.Tiny, flags, "test"), World())
+def run_dir(*flags: str) -> RunDir:
+    return resolve_run_dir(parse(tiny.Tiny, flags, "test").train.run, "tiny", World())
 
 
 def test_by_default_a_run_gets_a_new_folder_under_its_recipes_name() -> None:
-    first, second = place(), place()
-    assert first.folder.parent == Path("runs/tiny") and first.folder != second.folder
-    assert first.start is None
+    first, second = run_dir(), run_dir()
+    assert first.path.parent == Path("runs/tiny") and first.path != second.path
+    assert first.resume_from is None
 
 
 def test_runs_that_start_in_one_moment_have_folders_of_their_own() -> None:
     request = parse(tiny.Tiny, [], "test")
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: settle(request, World()).folder, range(24)))
+        folders = list(pool.map(lambda _: resolve_run_dir(request.train.run, "tiny", World()).path, range(24)))
     assert len(set(folders)) == 24 and all(folder.is_dir() for folder in folders)
 
 
@@ -40,42 +43,42 @@ def test_a_folder_with_another_run_is_not_touched() -> None:
     train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
     before = sorted(p.stat().st_mtime_ns for p in Path("here").rglob("*"))
     with pytest.raises(ValueError, match="holds a run already; go on with it by --resume auto"):
-        place("--out", "here")
+        run_dir("--out", "here")
     assert sorted(p.stat().st_mtime_ns for p in Path("here").rglob("*")) == before
 
 
 def test_a_folder_with_other_things_in_it_is_fine() -> None:
     Path("here").mkdir()
     Path("here/notes.txt").write_text("mine")
-    assert place("--save_dir", "here").folder == Path("here")
+    assert run_dir("--save_dir", "here").path == Path("here")
 
 
 def test_an_unwritable_folder_is_found_before_the_first_step() -> None:
     Path("file").write_text("")
     with pytest.raises(ValueError, match="cannot write to file/run"):
-        place("--out", "file/run")
+        run_dir("--out", "file/run")
 
 
 def test_resume_auto_starts_if_there_is_nothing_and_goes_on_if_there_is() -> None:
-    assert place("--resume", "auto", "--out", "here").start is None
+    assert run_dir("--resume", "auto", "--out", "here").resume_from is None
     train(World(), "Tiny", ["--n_steps", "4", "--save_every", "2", "--resume", "auto", "--out", "here"])
-    assert place("--resume", "auto", "--out", "here").start == Path("here/checkpoints/step-00000004")
-    assert place("--resume", "here").start == Path("here/checkpoints/step-00000004")
-    assert place("--resume", "here").folder == Path("here")
+    assert run_dir("--resume", "auto", "--out", "here").resume_from == Path("here/checkpoints/step-00000004")
+    assert run_dir("--resume", "here").resume_from == Path("here/checkpoints/step-00000004")
+    assert run_dir("--resume", "here").path == Path("here")
 
 
 def test_resume_latest_finds_the_newest_run_and_wants_one() -> None:
     with pytest.raises(ValueError, match="no good checkpoint"):
-        place("--resume", "latest")
+        run_dir("--resume", "latest")
     train(World(), "Tiny", ["--n_steps", "2"])
     (run,) = Path("runs/tiny").iterdir()
-    assert place("--resume", "latest").folder == run
+    assert run_dir("--resume", "latest").path == run
 
 
 def test_resume_from_the_middle_branches_off() -> None:
     train(World(), "Tiny", ["--n_steps", "4", "--save_every", "2", "--out", "here"])
-    branch = place("--resume", "here/checkpoints/step-00000002")
-    assert branch.folder != Path("here") and branch.start == Path("here/checkpoints/step-00000002")
+    branch = run_dir("--resume", "here/checkpoints/step-00000002")
+    assert branch.path != Path("here") and branch.resume_from == Path("here/checkpoints/step-00000002")
 
 
 def test_a_resumed_run_never_goes_into_the_folder_of_another() -> None:
@@ -83,21 +86,21 @@ def test_a_resumed_run_never_goes_into_the_folder_of_another() -> None:
     train(World(), "Tiny", ["--n_steps", "2", "--out", "there"])
     for start in ("here", "here/checkpoints/step-00000002"):
         with pytest.raises(ValueError, match="there holds a run already"):
-            place("--resume", start, "--out", "there")
-    assert place("--resume", "here/checkpoints/last").folder == Path("here")
+            run_dir("--resume", start, "--out", "there")
+    assert run_dir("--resume", "here/checkpoints/last").path == Path("here")
 
 
 @pytest.mark.parametrize("flags", [["--resume", "auto"], ["--resume", "latest"]])
 def test_the_settings_of_the_newest_run_hold_when_it_is_resumed(flags: list[str]) -> None:
     train(World(), "Tiny", ["--n_steps", "2", "--lr", "0.5", "--seed", "7"])
-    got = parse(tiny.Tiny, flags, "test").train
+    got = parse(tiny.Tiny, flags, "test", find_config).train
     assert (got.optim.lr, got.data.seed) == (0.5, 7)
 
 
 def test_another_seed_or_data_set_cannot_take_over_a_run() -> None:
     train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
     for flags in (["--seed", "1"], ["--size", "500"]):
-        with pytest.raises(ValueError, match="it would lose its place"):
+        with pytest.raises(ValueError, match="the order of samples would change"):
             train(World(), "Tiny", ["--resume", "here", "--n_steps", "4", *flags])
 
 
@@ -105,16 +108,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used() -> None:
     train(World(), "Tiny", ["--n_steps", "4", "--save_every", "2", "--out", "here"])
     file = Path("here/checkpoints/step-00000004/model.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
-    got = place("--resume", "auto", "--out", "here")
-    assert got.start == Path("here/checkpoints/step-00000002")
-    assert "step-00000004" in got.remarks[0] and "model.safetensors" in got.remarks[0]
+    got = run_dir("--resume", "auto", "--out", "here")
+    assert got.resume_from == Path("here/checkpoints/step-00000002")
+    assert "step-00000004" in got.notes[0] and "model.safetensors" in got.notes[0]
 
 
 def test_if_all_are_damaged_nothing_starts_from_scratch_silently() -> None:
     train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
     Path("here/checkpoints/step-00000002/state.json").unlink()
     with pytest.raises(ValueError, match="no good checkpoint"):
-        place("--resume", "auto", "--out", "here")
+        run_dir("--resume", "auto", "--out", "here")
 
 
 def test_a_checkpoint_of_another_model_says_which_tensor_and_shape() -> None:
@@ -138,7 +141,7 @@ def test_a_finished_run_can_be_finished_again_and_made_longer() -> None:
 def test_the_receipt_tells_what_holds_and_what_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--lr_scaling", "linear", "--base_batch_size", "4", "--momentum", "0.5", "--use_amp", "--distributed"]
     run = trainer(World(), "Tiny", [*flags, "--gradient_accumulation_steps", "2", "--out", "here"])
-    run._open()
+    run._open_trackers()
     shown = " ".join(capsys.readouterr().out.split())
     assert "8 micro-batch × 2 accumulation × 1 world = 16" in shown
     assert "0.04 = 0.01 scaled linear" in shown
@@ -156,5 +159,20 @@ def test_smoke_is_on_the_receipt(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_a_start_that_failed_leaves_nothing_in_the_way() -> None:
-    place("--out", "here")  # and then the data are not there, say
-    assert place("--out", "here").start is None
+    run_dir("--out", "here")  # and then the data are not there, say
+    assert run_dir("--out", "here").resume_from is None
+
+
+def test_a_run_of_version_0_1_can_be_resumed() -> None:
+    """Its checkpoint after 4 of 8 steps; version 0.1 itself went on to the one after 8."""
+    old = Path(__file__).parent / "golden" / "run-0.1"
+    shutil.copytree(old, "here", ignore=shutil.ignore_patterns("step-00000008"))
+    train(World(), "WithDropout", ["--resume", "here"])
+    ours, theirs = (load(folder / "checkpoints" / "step-00000008") for folder in (Path("here"), old))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for group in ("model", "optimizer", "ema-0.9"):
+        for name, tensor in theirs.tensors[group].items():
+            torch.testing.assert_close(ours.tensors[group][name], tensor, msg=f"{group} {name}")
+    assert ours.state["ledger"] == theirs.state["ledger"]
+    assert ours.state["schedule"]["drops"] == theirs.state["drops"] == 3
+    assert ours.state["progress"]["bad_evaluations"] == theirs.state["bad_evaluations"]

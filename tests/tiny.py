@@ -1,13 +1,14 @@
 """Recipes small enough to train in a blink, for the engine's tests."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep import Loss, Recipe, Rng
+from lockstep import Augments, Generates, Loss, Recipe, Rng, Scores, SeveralTerms
 
 
 class Points:
@@ -111,12 +112,12 @@ class WithBatchNorm(Plain):
         return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
 
 
-class Terms(Tiny):
+class Terms(Tiny, SeveralTerms):
     """Two terms, each a mean over elements of its own."""
 
     name = "terms"
 
-    def weigh(self, batch: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+    def term_counts(self, batch: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
         return {"known": batch["known"].sum(), "drawn": rng.bernoulli("drawn", 0.3, 4).sum()}
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], rng: Rng) -> Loss:
@@ -130,5 +131,39 @@ class Uneven(Labelled):
 
     name = "uneven"
 
-    def costs(self, dataset: Points) -> list[float]:
+    def sample_costs(self, dataset: Points) -> list[float]:
         return [float(i * 7919 % 31) for i in range(len(dataset))]
+
+
+class Augmented(Labelled, Augments):
+    """Items changed at random in the loader."""
+
+    name = "augmented"
+
+    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+        return {**item, "x": item["x"] + 0.01 * rng.normal("shift", 6, dtype=item["x"].dtype)[0]}
+
+
+class Generating(Plain, Generates, Scores):
+    """Two sets of samples, and a score of samples every 4 steps."""
+
+    name = "generating"
+    score_every = 4
+
+    def sample_sets(self) -> dict[str, dict[str, Any]]:
+        return {"few": {"n": 3}, "many": {"n": 5, "shift": 1.0}}
+
+    def sample(self, model: nn.Module, index: Tensor, rng: Rng, shift: float = 0.0, **settings: Any) -> Tensor:
+        self.calls += 1
+        return model(rng.normal("start", 6)) + shift
+
+    def save_samples(self, samples: Tensor, path: Path) -> list[Path]:
+        files = [path.with_name(f"{path.name}{suffix}") for suffix in (".txt", ".more")]
+        for file in files:
+            file.write_text(str(samples.tolist()))
+        return files
+
+    def score(self, model: nn.Module, sum_over_ranks: Any, folder: Path) -> tuple[dict[str, float], str | None]:
+        self.calls += 1
+        sums = sum_over_ranks(10, 4, lambda numbers, rng: {"mean": model(rng.normal("start", 6)).sum()})
+        return {"quality": float(sums["mean"])}, "a note of the score"

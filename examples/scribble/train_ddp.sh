@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The same with torch.distributed.launch, for scripts that still have it; torchrun is its successor.
-#   NUM_GPUS, CUDA_VISIBLE_DEVICES and MASTER_PORT are taken from the environment.
+# The same with torch.distributed.launch, the predecessor of torchrun.
+#   NUM_GPUS, CUDA_VISIBLE_DEVICES and MASTER_PORT are read from the environment.
 set -euo pipefail
 cd "$(dirname "$0")"
 [ -d ../../.venv/bin ] && PATH="$PWD/../../.venv/bin:$PATH"

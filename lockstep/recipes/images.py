@@ -1,4 +1,4 @@
-"""Where the images come from: drawn, CIFAR-10's binary files, or a folder with one sub-folder a class.
+"""Labelled images: drawn, CIFAR-10's binary files, or a folder with one sub-folder per class.
 
     load(None, "train", side=32)                 # the embedded shapes
     load("data/cifar", "val", side=32)           # data_batch_1.bin ... test_batch.bin, or a folder that holds them
@@ -7,7 +7,6 @@
 Items are dicts of `image`, (3, side, side) uint8, and `label`, an int64 scalar.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +17,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..recipe import Split
+from .pixels import ENDINGS, data_folder, image_files, opened, pixels_of, to_picture
 from .shapes import Shapes
 
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 CIFAR_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _CIFAR_SIDE = 32
 _CIFAR_RECORD = 1 + 3 * _CIFAR_SIDE * _CIFAR_SIDE
@@ -29,7 +28,7 @@ _CIFAR_TEST = "test_batch.bin"
 
 
 class Images(Protocol):
-    """A labelled image set: the names of its classes, and where it comes from in a few words."""
+    """A labelled image set: the names of its classes, and a few words about its source."""
 
     names: tuple[str, ...]
     source: str
@@ -40,33 +39,31 @@ class Images(Protocol):
 
 
 def load(path: str | None, split: Split, side: int) -> Images | None:
-    """The images of one split, `side` pixels high and wide; None where the data have no such split."""
+    """Return the images of one split, `side` pixels high and wide; None where the data have no such split."""
     if path is None:
         return Shapes(split, side=side)
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"data_path is a folder, {path} is {'a file' if folder.exists() else 'not there'}; correct it")
-    for place in (folder, folder / "cifar-10-batches-bin"):
-        if any(place.glob("data_batch_*.bin")) or (place / _CIFAR_TEST).is_file():
-            return _cifar(place, split, side)
+    folder = data_folder(path)
+    for candidate in (folder, folder / "cifar-10-batches-bin"):
+        if any(candidate.glob("data_batch_*.bin")) or (candidate / _CIFAR_TEST).is_file():
+            return _cifar(candidate, split, side)
     return _folder(folder, split, side)
 
 
 def describe(images: Images) -> str:
+    """Return a few words for the receipt."""
     return f"{images.source}, {len(images):,} images of {len(images.names)} classes"
 
 
 def write_folder(folder: Path, sizes: dict[Split, int], side: int) -> str:
-    """Write drawn shapes as an image folder, `sizes` of each split; what is there now, in a line."""
+    """Write drawn shapes as an image folder, `sizes` of each split; return a line about it."""
     for split, size in sizes.items():
         shapes = Shapes(split, size, side)
         for name in shapes.names:
             (folder / split / name).mkdir(parents=True, exist_ok=True)
         for i, item in enumerate(shapes.__getitems__(range(size))):
-            picture = Image.fromarray(item["image"].permute(1, 2, 0).numpy())
-            picture.save(folder / split / shapes.names[int(item["label"])] / f"{i:05d}.png")
+            to_picture(item["image"]).save(folder / split / shapes.names[int(item["label"])] / f"{i:05d}.png")
     counts = " and ".join(f"{size} {split}" for split, size in sizes.items())
-    return f"{counts} images of {len(Shapes.names)} classes, {side} pixels a side, in {folder}"
+    return f"{counts} images of {len(Shapes.names)} classes, {side} pixels per side, in {folder}"
 
 
 class CifarImages:
@@ -90,13 +87,13 @@ class CifarImages:
         return {"image": record[1:].view(3, _CIFAR_SIDE, _CIFAR_SIDE), "label": record[0].to(torch.int64)}
 
 
-def _cifar(place: Path, split: Split, side: int) -> CifarImages:
+def _cifar(folder: Path, split: Split, side: int) -> CifarImages:
     if side != _CIFAR_SIDE:
-        raise ValueError(f"CIFAR-10 images are {_CIFAR_SIDE} pixels a side, img_size is {side}; leave it out")
-    files = [place / name for name in (_CIFAR_TRAIN if split == "train" else (_CIFAR_TEST,))]
+        raise ValueError(f"CIFAR-10 images are {_CIFAR_SIDE} pixels per side, img_size is {side}; leave it out")
+    files = [folder / name for name in (_CIFAR_TRAIN if split == "train" else (_CIFAR_TEST,))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ValueError(f"CIFAR-10 in {place} lacks {', '.join(missing)}; unpack the binary version again")
+        raise ValueError(f"CIFAR-10 in {folder} lacks {', '.join(missing)}; unpack the binary version again")
     return CifarImages(files)
 
 
@@ -115,7 +112,7 @@ def _cifar_records(file: Path) -> np.ndarray:
 
 
 class FolderImages:
-    """Image files with their labels, read when asked for: the middle square, resized, in RGB."""
+    """Image files with their labels, read on access: the middle square, resized, in RGB."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], names: tuple[str, ...], side: int, source: str):
         self.files = files
@@ -134,17 +131,14 @@ class FolderImages:
 
 
 def _read(file: Path, side: int) -> Tensor:
-    """(3, side, side) uint8."""
-    try:
-        with Image.open(file) as opened:
-            opened.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
-            image = ImageOps.exif_transpose(opened).convert("RGB")
-    except Exception as error:  # Pillow's decoders raise many kinds: OSError, SyntaxError, struct.error ...
-        raise ValueError(f"the image {file} cannot be read ({error}); remove or replace it") from error
+    """(3, side, side) uint8: the middle square, resized."""
+    with opened(file) as found:
+        found.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+        image = ImageOps.exif_transpose(found).convert("RGB")
     edge = min(image.size)
     left, top = (image.width - edge) // 2, (image.height - edge) // 2
     image = image.crop((left, top, left + edge, top + edge)).resize((side, side), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    return pixels_of(image)
 
 
 def _folder(folder: Path, split: Split, side: int) -> FolderImages | None:
@@ -162,35 +156,28 @@ def _folder(folder: Path, split: Split, side: int) -> FolderImages | None:
     if split != "train":
         # Labels are numbered by the training classes, whichever of them this split has.
         own, files = _classes(folder / split)
-        strange = sorted(set(own) - set(names))
-        if strange:
-            raise ValueError(f"{folder / split} has classes that train has not: {', '.join(strange)}; remove them")
+        unknown = sorted(set(own) - set(names))
+        if unknown:
+            raise ValueError(
+                f"{folder / split} has classes that train does not have: {', '.join(unknown)}; remove them"
+            )
         files = [(file, names.index(own[label])) for file, label in files]
     return FolderImages(files, names, side, f"image folder {folder / split}")
 
 
 def _classes(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
-    """The class names, sorted, and every image file with the number of its class."""
+    """Return the class names, sorted, and every image file with the number of its class."""
     visible = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     loose = [entry for entry in visible if entry.is_file() and entry.suffix.lower() in ENDINGS]
     if loose:
-        raise ValueError(f"images lie in one sub-folder a class, {loose[0]} lies beside them; move it into one")
+        raise ValueError(f"images are in one sub-folder per class, {loose[0]} is in none; move it into one")
     folders = [entry for entry in visible if entry.is_dir()]
     if not folders:
         raise ValueError(f"{folder} holds no class folders; put images into {folder}/<class>/")
     files: list[tuple[Path, int]] = []
     for label, entry in enumerate(folders):
-        found = _images_under(entry)
+        found = image_files(entry)
         if not found:
             raise ValueError(f"{entry} holds no images ({' '.join(ENDINGS)}); fill it or remove it")
         files += [(file, label) for file in found]
     return tuple(entry.name for entry in folders), files
-
-
-def _images_under(folder: Path) -> list[Path]:
-    """Image files at any depth, sorted; what begins with a dot is not a user's image."""
-    found = []
-    for place, inner, names in os.walk(folder):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        found += [Path(place, n) for n in names if not n.startswith(".") and n.lower().endswith(ENDINGS)]
-    return sorted(found)

@@ -1,10 +1,7 @@
 """ResNet 18 to 152, with the parameter names of torchvision, so that its ImageNet weights load as they are.
 
-    ResNet(50)                                   # features of ImageNet-sized images, stride 32
-    ResNet(50, dilations=(1, 1, 2, (4, 8, 16)))  # stride 8, for segmentation
-    ResNet(18, small=True)                       # images of up to 64 pixels: a 3×3 stem without pooling
-
-`forward` gives the features of the four stages, the last one with `channels` channels.
+ResNetBackbone(50, dilations=(1, 1, 2, (4, 8, 16)))    # stride 8, for segmentation
+ResNetClassifier(18, stem="small", classes=10)         # images of up to 64 pixels: a 3×3 stem without pooling
 """
 
 from collections.abc import Sequence
@@ -61,42 +58,65 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
 
 
 class ResNet(nn.Module):
-    """The backbone alone. A stage with dilation keeps the resolution of the one before it."""
+    """Stem and four stages, and with `classes` a linear classifier `fc`; subclasses say what `forward` gives.
+
+    `width` is the channels of the first stage. A stage with dilation keeps the resolution of the one before it. Stems:
+    `imagenet`, 7×7 of stride 2 and a pooling; `small`, 3×3 of stride 1; `pooled`, 3×3 of stride 1 and a pooling.
+    """
 
     def __init__(
         self,
-        layers: int = 50,
-        small: bool = False,
+        layers: int,
+        stem: str = "imagenet",
+        width: int = 64,
         dilations: Sequence[int | Sequence[int]] = (1, 1, 1, 1),
-        inputs: int = 3,
+        classes: int | None = None,
     ):
         super().__init__()
         if layers not in DEPTHS:
             raise ValueError(f"a ResNet has {', '.join(map(str, DEPTHS))} layers, not {layers}")
         block: type[Basic] | type[Bottleneck] = Basic if layers < 50 else Bottleneck
-        self.small = small
-        self.conv1 = nn.Conv2d(inputs, 64, 3, 1, 1, bias=False) if small else nn.Conv2d(inputs, 64, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        self.channels = 64
+        large = stem == "imagenet"
+        self.stem = stem
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.channels = width
         for stage, (depth, dilation) in enumerate(zip(DEPTHS[layers], dilations, strict=True)):
             rates = [dilation] * depth if isinstance(dilation, int) else list(dilation)
-            assert len(rates) == depth, "one dilation for each block"
+            assert len(rates) == depth, "one dilation per block"
             stride = 2 if stage and max(rates) == 1 else 1
-            width, blocks = 64 << stage, list[nn.Module]()
+            blocks = list[nn.Module]()
             for rate in rates:
-                blocks.append(block(self.channels, width, stride, rate))
-                self.channels, stride = width * block.expansion, 1
+                blocks.append(block(self.channels, width << stage, stride, rate))
+                self.channels, stride = (width << stage) * block.expansion, 1
             setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
+        if classes is not None:
+            self.fc = nn.Linear(self.channels, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def forward(self, x: Tensor) -> list[Tensor]:
+    def stages(self, x: Tensor) -> list[Tensor]:
+        """Return the features of the four stages, the last one with `channels` channels."""
         x = F.relu(self.bn1(self.conv1(x)))
-        if not self.small:
+        if self.stem != "small":
             x = F.max_pool2d(x, 3, 2, 1)
-        stages = []
+        found = []
         for stage in range(1, 5):
             x = self.get_submodule(f"layer{stage}")(x)
-            stages.append(x)
-        return stages
+            found.append(x)
+        return found
+
+
+class ResNetBackbone(ResNet):
+    """The features of the four stages."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return self.stages(x)
+
+
+class ResNetClassifier(ResNet):
+    """Logits (n, K) of the classes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.stages(x)[-1].mean((2, 3)))

@@ -1,13 +1,13 @@
 """The embedded image set: ten drawn shapes, so that a recipe runs before anything is downloaded.
 
-Image i is drawn from (split, i) alone: its class is i modulo 10, and place, size, tilt and colours come from the keyed
-generator. Pixels are computed by additions, multiplications, divisions and square roots only, which every machine
-rounds alike, and angles come from a table: an image has the same bits wherever and in whatever company it is drawn.
+Image i is drawn from (split, i) alone: its class is i modulo 10, and position, size, rotation and colours come from the
+keyed generator. Pixels are computed by additions, multiplications, divisions and square roots only, which every machine
+rounds alike, and angles come from a table: an image has the same bits on every machine and in every batch.
 
     Shapes("train")[7]["image"]                 # (3, 32, 32) uint8
     Shapes("val", side=64).__getitems__([3, 4])  # two items, drawn at once
 
-Legend: n images, S pixels a side; x to the right and y up, in units of the shape's size, its centre at 0.
+Legend: n images, S pixels per side; x to the right and y up, in units of the shape's size, its centre at 0.
 """
 
 import math
@@ -25,13 +25,13 @@ _SEEDS: dict[Split, int] = {"train": 1, "val": 2, "test": 3}
 _TILT = 10
 """Largest rotation either way, in degrees."""
 _SHIFT = 0.1
-"""Largest distance of the centre from the image's, each way; the image reaches from −1 to 1."""
+"""Largest offset of the centre from the image's, each way; the image reaches from −1 to 1."""
 _SMALLEST, _LARGEST = 0.6, 0.76
 """Half the extent of a shape."""
 _SHADE = 0.12
 """Largest darkening of a colour."""
 
-# Bright on dark: every pair is far apart in luminance, so that no image is empty to the eye.
+# Bright on dark: every pair differs much in luminance, so that the shape is always visible.
 _FOREGROUND = (
     (255, 255, 255),  # white
     (255, 221, 51),  # yellow
@@ -87,7 +87,7 @@ def _hourglass(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _crescent(x: Tensor, y: Tensor) -> Tensor:
-    """Horns up: like all the others it is its own mirror image, so that flipping adds nothing foreign."""
+    """Horns up: like all the others it is its own mirror image, so that flipped images belong to the data."""
     y = y - 0.15
     return torch.maximum(_length(x, y) - 0.98, 0.78 - _length(x, y - 0.58))
 
@@ -171,7 +171,7 @@ class Shapes:
         return image.add_(back[:, :, None, None] + 0.5).to(torch.uint8)
 
     def _local(self, rng: Rng, size: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the pixels' centres lie in the shape's own coordinates: x and y, each (n, S, S)."""
+        """The pixels' centres in the shape's own coordinates: x and y, each (n, S, S)."""
         centre = (2 * rng.uniform("centre", 2, 1, 1, dtype=torch.float32) - 1) * _SHIFT
         angle = rng.integers("angle", len(_ANGLES), 1, 1)
         cosine, sine = _COSINES[angle] / size, _SINES[angle] / size

@@ -1,17 +1,18 @@
-"""The checks inside every run: replicas agree, each sample is used once an epoch, all ranks are at the same place."""
+"""The checks inside every run: replicas are equal, each sample is used once per epoch, all ranks are at one step."""
 
 import time
 from typing import Any
 
 from torch import Tensor
 
-from ..distributed import World
+from ..distributed import RunFailed, World
+from ..stream import Slice
 from .agreement import disagreement
 from .drift import checksums, differing
-from .ledger import Ledger
+from .ledger import Ledger, tally_epochs
 
 
-class OutOfLockstep(RuntimeError):
+class OutOfLockstep(RunFailed):
     """The ranks no longer train one model on one stream of data."""
 
 
@@ -24,17 +25,20 @@ class Watch:
         self.seconds = 0.0
         """Time spent on checks so far."""
 
-    def check(self, step: int, **facts: Any) -> None:
-        """Stop the run on all ranks if they do not agree on the weights, on `facts` or on the samples used."""
-        start = time.perf_counter()
-        mine = {"weights": checksums(self.weights), "facts": {"step": step, **facts}, "used": self.ledger.collect()}
-        ranks = self.world.gather(mine)
-        wrong = self.world.broadcast(self._verdict(step, ranks) if self.world.is_main else None)
-        self.seconds += time.perf_counter() - start
-        if wrong:
-            raise OutOfLockstep(wrong)
+    def check(self, step: int, used: list[Slice], **facts: Any) -> None:
+        """Raise OutOfLockstep on all ranks if they differ in weights or `facts`, or a sample was not used once.
 
-    def _verdict(self, step: int, ranks: list[dict[str, Any]]) -> str | None:
+        `used`: the samples that went through this rank's model since the last check.
+        """
+        started = time.perf_counter()
+        own = {"weights": checksums(self.weights), "facts": {"step": step, **facts}, "used": tally_epochs(used)}
+        ranks = self.world.gather(own)
+        problem = self.world.broadcast(self._problem(step, ranks) if self.world.is_main else None)
+        self.seconds += time.perf_counter() - started
+        if problem:
+            raise OutOfLockstep(problem)
+
+    def _problem(self, step: int, ranks: list[dict[str, Any]]) -> str | None:
         facts = [rank["facts"] for rank in ranks]
         if found := disagreement(facts):
             name, other = found

@@ -1,10 +1,10 @@
-"""All ranks are at the same place: what each says about itself is the same everywhere."""
+"""All ranks agree: the facts that each reports are the same everywhere."""
 
 from typing import Any
 
 
 def disagreement(ranks: list[dict[str, Any]]) -> tuple[str, int] | None:
-    """The first fact on which some rank differs from rank 0, and that rank. Facts that only some have do not count."""
+    """Return the first fact in which some rank differs from rank 0, and that rank; facts a rank lacks do not count."""
     for name, value in ranks[0].items():
         for number, other in enumerate(ranks):
             if name in other and other[name] != value:

@@ -4,29 +4,21 @@ Every sample has a 64-bit hash. What all ranks together used in an epoch must ad
 and be as many; a sample lost, repeated or taken by two ranks changes the sum.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..hashing import GOLDEN_GAMMA, mix_array
 from ..stream import Slice
 
 _CHUNK = 1 << 20
-GAMMA = np.uint64(0x9E3779B97F4A7C15)
-
-
-def mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Words from which those that went in cannot be told apart by eye: SplitMix64's last steps, one to one."""
-    x = x ^ (x >> np.uint64(30))
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
+_GAMMA = np.uint64(GOLDEN_GAMMA)
 
 
 def _sum(index: NDArray[np.int64]) -> int:
-    return int(mixed(index.astype(np.uint64) + GAMMA).sum(dtype=np.uint64))
+    return int(mix_array(index.astype(np.uint64) + _GAMMA).sum(dtype=np.uint64))
 
 
 Entry = tuple[int, int]
@@ -34,44 +26,43 @@ Entry = tuple[int, int]
 
 
 def tally(index: NDArray[np.int64]) -> Entry:
-    """The entry for these samples."""
+    """Return the entry for these samples."""
     return len(index), _sum(index)
 
 
+def tally_epochs(used: list[Slice]) -> dict[int, Entry]:
+    """Return the entries of samples from one or several epochs, by epoch."""
+    if not used:
+        return {}
+    epoch = np.concatenate([samples.epoch for samples in used])
+    index = np.concatenate([samples.index for samples in used])
+    return {int(e): tally(index[epoch == e]) for e in np.unique(epoch)}
+
+
 class Ledger:
-    """What one rank used since it was last asked, and on rank 0 the books of all of them."""
+    """On rank 0, what all ranks together have used of each epoch."""
 
     def __init__(self, size: int):
         self.size = size
-        self.used: list[tuple[int, Slice]] = []
-        """(step, samples) that the loop puts here; nothing else happens during a step."""
-        self.books: dict[int, Entry] = {}
+        self.open_epochs: dict[int, Entry] = {}
+        """Of each epoch that is not complete yet, the sums over all ranks."""
         self.complete = 0
-        """Epochs that were proven whole."""
-
-    def collect(self) -> dict[int, Entry]:
-        """This rank's entries since the last call, by epoch."""
-        used, self.used = self.used, []
-        if not used:
-            return {}
-        epoch = np.concatenate([part.epoch for _, part in used])
-        index = np.concatenate([part.index for _, part in used])
-        return {int(e): tally(index[epoch == e]) for e in np.unique(epoch)}
+        """Epochs that were proven complete."""
 
     def post(self, entries: list[dict[int, Entry]]) -> str | None:
-        """Enter what all ranks used; what is wrong with it, if anything."""
-        for part in entries:
-            for epoch, (count, total) in part.items():
-                before = self.books.get(epoch, (0, 0))
-                self.books[epoch] = before[0] + count, (before[1] + total) % (1 << 64)
-        for epoch, (count, total) in sorted(self.books.items()):
+        """Add what all ranks used; return what is wrong with it, if anything."""
+        for by_epoch in entries:
+            for epoch, (count, total) in by_epoch.items():
+                before = self.open_epochs.get(epoch, (0, 0))
+                self.open_epochs[epoch] = before[0] + count, (before[1] + total) % (1 << 64)
+        for epoch, (count, total) in sorted(self.open_epochs.items()):
             if count < self.size:
                 continue
             if count > self.size:
                 return f"epoch {epoch} used {count} samples of {self.size}: some were used twice"
             if total != self._whole():
                 return f"epoch {epoch} used {count} samples, but not each of the {self.size} once"
-            del self.books[epoch]
+            del self.open_epochs[epoch]
             self.complete += 1
         return None
 
@@ -81,9 +72,9 @@ class Ledger:
             self._expected = sum(_sum(piece) for piece in pieces) % (1 << 64)
         return self._expected
 
-    def state(self) -> dict[str, Any]:
-        return {"complete": self.complete, "books": {str(e): list(entry) for e, entry in self.books.items()}}
+    def state_dict(self) -> dict[str, Any]:
+        return {"complete": self.complete, "books": {str(e): list(entry) for e, entry in self.open_epochs.items()}}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.complete = state["complete"]
-        self.books = {int(e): (count, total) for e, (count, total) in state["books"].items()}
+        self.open_epochs = {int(e): (count, total) for e, (count, total) in state["books"].items()}

@@ -7,7 +7,7 @@ import pytest
 from multi.test_launch import ROOT
 
 from audit.zoo import audited
-from lockstep import use
+from lockstep.commands import data
 
 EXAMPLES = {
     "dit": ([], "train.py --num_register_tokens 4"),
@@ -20,12 +20,12 @@ EXAMPLES = {
 
 def audit_of_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> list[str]:
     """What is found in a copy of an example."""
-    data, command = EXAMPLES[name]
+    words, command = EXAMPLES[name]
     ignored = shutil.ignore_patterns("runs", "data", "log", "__pycache__")
     folder = shutil.copytree(ROOT / "examples" / name, tmp_path / name, ignore=ignored)
     monkeypatch.chdir(folder)
-    if data:
-        use.data(data)
+    if words:
+        data.run(words)
     return audited(command.split(), str(folder), device, LOCKSTEP_SMOKE="2")
 
 

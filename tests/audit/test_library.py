@@ -20,8 +20,8 @@ from lockstep.audit.command import _notes
 from lockstep.audit.events import Batch, End, Forward
 from lockstep.audit.judges import judge
 from lockstep.audit.model import Trace, read_ranks
-from lockstep.audit.worker import LaunchSpec
 from lockstep.audit.recorder import Recorder
+from lockstep.audit.worker import LaunchSpec
 from lockstep.distributed import World
 from lockstep.watch import OutOfLockstep
 

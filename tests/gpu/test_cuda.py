@@ -132,7 +132,7 @@ def test_a_real_lack_of_memory_is_met_by_smaller_pieces(tmp_path: Path) -> None:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         weights.append({name: tensor.cpu() for name, tensor in run.model.state_dict().items()})
-        pieces = run.sizes.accumulation
+        pieces = run.setup.batching.accumulation
         del run
         gc.collect()
     assert pieces > 1 and "out of memory at step" in (tmp_path / "little/log.txt").read_text()

@@ -26,11 +26,10 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     import torch
 
-    from lockstep.config import Hardware
     from lockstep.distributed import connect, disconnect
 
     torch.set_num_threads(1)
-    world = connect(Hardware(device="cpu", timeout=120))
+    world = connect("cpu", timeout=120)
     while (task := pipe.recv()) is not None:
         module, name, arguments = task
         dtype, state = torch.get_default_dtype(), torch.get_rng_state()

@@ -95,7 +95,7 @@ def drifting(world: World, flags: list[str]) -> str:
 
     def spoilt() -> None:
         step()
-        if world.rank == 1 and run.step == 6:
+        if world.rank == 1 and run.progress.step == 6:
             with torch.no_grad():
                 run.model[2].weight[0, 0] += 1e-3
 
@@ -118,7 +118,9 @@ def repeating(world: World, flags: list[str]) -> str:
 
     def twice():  # both ranks train on rank 0's samples, as a forgotten sampler makes them
         for micro in original():
-            part = Stream(run.sizes.dataset, run.sizes.global_batch, 0).batch(run.step, 0, world.size)
+            part = Stream(run.setup.batching.dataset, run.setup.batching.global_batch, 0).batch(
+                run.progress.step, 0, world.size
+            )
             yield micro._replace(samples=part)
 
     run.loader.step = twice  # type: ignore[method-assign]
@@ -153,7 +155,7 @@ def test_only_rank_0_writes(ranks, tmp_path: Path) -> None:
 def timeout_of(world: World) -> float:
     import torch.distributed as dist
 
-    groups = [dist.group.WORLD, world.control]
+    groups = [dist.group.WORLD, world.cpu_group]
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]  # type: ignore
 
 

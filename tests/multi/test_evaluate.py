@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import Loss, Recipe
+from lockstep import Evaluates, Generates, Loss, Recipe
 from lockstep.distributed import World
-from lockstep.evaluate import evaluate, generate, share
+from lockstep.evaluate import Evaluator, share
 
 
-class Numbers(Recipe):
+class Numbers(Recipe, Evaluates, Generates):
     """Counts what it is shown."""
 
     def model(self) -> torch.nn.Module:
@@ -32,6 +32,12 @@ class Numbers(Recipe):
             return {"count": 0.0}
         return {"most": float(sums["seen"].max()), "count": float(sums["count"]), "noise": float(sums["noise"])}
 
+    def sample_sets(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def save_samples(self, samples: torch.Tensor, path: Any) -> list[Any]:
+        return []
+
     def sample(self, model: Any, index: torch.Tensor, rng: Any, **settings: Any) -> torch.Tensor:
         return torch.stack([index.double(), rng.uniform("u").double()], 1)
 
@@ -49,7 +55,8 @@ def measured(world: World, counts: list[int], batch_size: int) -> list[dict[str,
 
     recipe = Numbers()
     sets = [[{"x": torch.tensor(i)} for i in range(count)] for count in counts]
-    return [evaluate(recipe, recipe.model(), s, world, batch_size, nullcontext(), seed=3)[0] for s in sets]
+    evaluator = Evaluator(recipe, recipe.model(), world, nullcontext(), seed=3)
+    return [evaluator.evaluate(s, batch_size)[0] for s in sets]
 
 
 def test_metrics_do_not_depend_on_the_world(ranks) -> None:
@@ -67,7 +74,7 @@ def made(world: World, count: int) -> torch.Tensor | None:
     from contextlib import nullcontext
 
     recipe = Numbers()
-    return generate(recipe, recipe.model(), count, {}, world, nullcontext(), seed=3)
+    return Evaluator(recipe, recipe.model(), world, nullcontext(), seed=3).generate(count, {})
 
 
 def test_samples_do_not_depend_on_the_world_and_come_in_order(ranks) -> None:

@@ -26,7 +26,7 @@ SCRIPT = "from tiny import Tiny\n\nfrom lockstep import train\n\nif __name__ == 
 def environment(**extra: str) -> dict[str, str]:
     left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONDONTWRITEBYTECODE")  # the last costs each process 0.3 s
     kept = {k: v for k, v in os.environ.items() if k not in left_out}
-    path = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "tests")}
+    path = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     return kept | path | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
 
 

@@ -30,7 +30,7 @@ def starved(world: World, flags: list[str], where: str, limit: int) -> tuple[dic
 
     def tight(model, batch, rng):  # type: ignore[no-untyped-def]
         last = world.rank == world.size - 1
-        tight_now = run.step >= 5 and last and model.training and len(batch["x"]) > limit
+        tight_now = run.progress.step >= 5 and last and model.training and len(batch["x"]) > limit
         if tight_now and where == "forward":
             raise torch.OutOfMemoryError("injected")
         result = loss(model, batch, rng)
@@ -41,8 +41,9 @@ def starved(world: World, flags: list[str], where: str, limit: int) -> tuple[dic
         return result
 
     run.recipe.loss = tight  # type: ignore[method-assign]
+    run._build_replica_and_loader()
     run.fit()
-    return run.model.state_dict(), run.sizes.micro_batch, run.sizes.accumulation
+    return run.model.state_dict(), run.setup.batching.micro_batch, run.setup.batching.accumulation
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

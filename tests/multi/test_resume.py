@@ -75,7 +75,7 @@ def stopped_halfway(world: World, flags: list[str], at: int) -> None:
     step = halted.train_step
 
     def last() -> None:
-        if halted.step + 1 == at and world.rank == world.size - 1:
+        if halted.progress.step + 1 == at and world.rank == world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         step()
 
@@ -111,7 +111,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> 
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     rest, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert "started again" in rest and "resumes" in rest
+    assert "were restarted" in rest and "resumes" in rest
     assert_same_end(tmp_path / "whole", tmp_path / "parts", steps)
 
 
@@ -169,7 +169,7 @@ def test_resume_reads_no_data_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     run_on = trainer(World(), "Tiny", ["--resume", str(tmp_path / "far"), "--n_steps", "10000001"])
     run_on.train_step()
-    assert run_on.step == 10_000_000 and len(read) == 8
+    assert run_on.progress.step == 10_000_000 and len(read) == 8
 
 
 def test_environment_is_clean() -> None:

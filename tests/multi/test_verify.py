@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from lockstep.verify import draws_equal, weights_apart
+from lockstep.commands.verify import draws_equal, weight_difference
 from multi.test_launch import run
 
 SHARED = """
@@ -46,9 +46,9 @@ def test_dit_is_equal_on_one_rank_and_on_two(tmp_path: Path) -> None:
 
 def test_what_is_not_a_number_is_not_equal() -> None:
     one, nan = torch.ones(2), torch.tensor([1.0, math.nan])
-    assert weights_apart({"a": one, "b": one}, {"a": one, "b": nan}) == math.inf
-    assert weights_apart({"a": one}, {"b": one}) == math.inf
-    assert weights_apart({"a": one}, {"a": one}) == 0
+    assert weight_difference({"a": one, "b": one}, {"a": one, "b": nan}) == math.inf
+    assert weight_difference({"a": one}, {"b": one}) == math.inf
+    assert weight_difference({"a": one}, {"a": one}) == 0
     assert not draws_equal([{"uniform x": 1}], [{"uniform x": 2}])
     assert not draws_equal([{"uniform x": 1}], [{}])
     assert draws_equal([{"normal x": 1.0}], [{"normal x": 1.0 + 1e-12}])

@@ -54,7 +54,7 @@ def test_cifar_is_read_record_by_record(tmp_path: Path, inner: str) -> None:
 
 def test_cifar_of_the_wrong_form_is_refused(tmp_path: Path) -> None:
     write_cifar(tmp_path)
-    with pytest.raises(ValueError, match="32 pixels a side, img_size is 64"):
+    with pytest.raises(ValueError, match="32 pixels per side, img_size is 64"):
         load(str(tmp_path), "train", 64)
     file = tmp_path / "data_batch_2.bin"
     whole = file.read_bytes()
@@ -99,7 +99,7 @@ def test_split_folders_share_the_numbering_of_train(tmp_path: Path) -> None:
     assert val is not None and len(val) == 1 and int(val[0]["label"]) == 2 and val.names == ("a", "b", "c")
     assert load(str(tmp_path), "test", 8) is None
     write_image(tmp_path / "test" / "d" / "1.png", (9, 9, 9))
-    with pytest.raises(ValueError, match="classes that train has not: d"):
+    with pytest.raises(ValueError, match="classes that train does not have: d"):
         load(str(tmp_path), "test", 8)
 
 
@@ -126,7 +126,7 @@ def test_other_colour_modes_become_rgb(tmp_path: Path, mode: str) -> None:
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not there"):
+    with pytest.raises(ValueError, match="is missing"):
         load(str(tmp_path / "missing"), "train", 8)
     with pytest.raises(ValueError, match="no class folders"):
         load(str(tmp_path), "train", 8)
@@ -135,7 +135,7 @@ def test_bad_folders_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path), "train", 8)
     write_image(tmp_path / "a" / "1.png", (0, 0, 0))
     write_image(tmp_path / "loose.png", (0, 0, 0))
-    with pytest.raises(ValueError, match=r"loose.png lies beside them"):
+    with pytest.raises(ValueError, match=r"loose.png is in none"):
         load(str(tmp_path), "train", 8)
     with pytest.raises(ValueError, match="is a file"):
         load(str(tmp_path / "loose.png"), "train", 8)

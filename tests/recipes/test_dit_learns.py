@@ -3,20 +3,21 @@
 import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from engine import trainer_for
 from multi.test_launch import ROOT, environment
 from torch import Tensor, nn
 
+from lockstep.commands.trained import UseFlags, open_run
 from lockstep.distributed import World
 from lockstep.flags import parse
-from lockstep.recipe import find
 from lockstep.recipes.shapes import Shapes
-from lockstep.run import settle
-from lockstep.trainer import Trainer
+from lockstep.registry import find
 
 GOLDEN = ROOT / "tests/golden/dit.json"
 
@@ -34,7 +35,7 @@ def ten_steps(folder: Path) -> list[float]:
     flags = ["--model", "DiT-Nano/4", "--batch_size", "8", "--num_register_tokens", "2", "--n_steps", "10"]
     flags += ["--device", "cpu", "--log_every", "1", "--lr", "1e-3", "--no_tensorboard", "--sample_per_class", "1"]
     request = parse(find("dit"), [*flags, "--sample_steps", "2", "--out", str(folder)], "test")
-    Trainer(request, World(), settle(request, World())).fit()
+    trainer_for(request, World()).fit()
     return losses(folder)
 
 
@@ -89,13 +90,8 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
     with torch.no_grad():
         images, labels = batch(Shapes("test", 1000, side), range(500))
         assert (network(images).argmax(1) == labels).double().mean() > 0.95  # it can judge
-        from lockstep.evaluate import generate
-        from lockstep.use import load
-
-        run = load(out, "last", "ema")
-        from contextlib import nullcontext
-
-        samples = generate(run.recipe, run.model, 100, {"cfg": 2.5}, World(), nullcontext(), seed=1)
+        run = open_run(out, UseFlags(weights="ema", seed=1), World(), nullcontext())
+        samples = run.evaluator.generate(100, {"cfg": 2.5})
         assert samples is not None
         told = network(samples[:, -1]).argmax(1) == torch.arange(100) % 10
     assert told.double().mean() > (0.8 if whole else 0.5), told.double().mean()

@@ -4,23 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.recipes.dit.model import (
-    NAMES,
-    SIZES,
-    DiT,
-    build,
-    frequency_features,
-    parse,
-    sincos_positions,
-    to_image,
-    to_patches,
-)
+from lockstep.recipes.diffusion.layers import frequency_features, sincos_positions, to_image, to_patches
+from lockstep.recipes.dit.model import NAMES, SIZES, DiT, Size, build, parse
 
 
 def tiny(registers: int = 0, qk_norm: bool = False, seed: int = 0, awake: bool = True) -> DiT:
     """A small model; `awake` gives the zero-initialised weights values, so that the output depends on everything."""
     torch.manual_seed(seed)
-    model = DiT(32, 2, 4, patch=2, side=8, classes=10, registers=registers, qk_norm=qk_norm)
+    model = DiT(Size(32, 2, 4), patch=2, side=8, classes=10, registers=registers, qk_norm=qk_norm)
     if awake:
         torch.manual_seed(seed + 1)
         for parameter in model.parameters():
@@ -47,7 +38,7 @@ def test_names_give_sizes() -> None:
     with pytest.raises(ValueError, match=r"DiT-Nano/2, .*DiT-XL/8, not 'DiT-M/2'"):
         parse("DiT-M/2")
     with pytest.raises(ValueError, match="multiple of the patch size 2, not 9"):
-        DiT(32, 1, 4, patch=2, side=9, classes=10)
+        DiT(Size(32, 1, 4), patch=2, side=9, classes=10)
 
 
 def test_a_new_model_answers_zero() -> None:
@@ -103,7 +94,7 @@ def test_patches_go_back_where_they_came_from() -> None:
     x, _, _ = inputs()
     patches = to_patches(x, model.patch)
     assert patches.shape == (3, 16, 12)
-    assert torch.equal(patches[1, 6].view(3, 2, 2), x[1, :, 2:4, 4:6])  # token 6 of 4 a row: row 1, column 2
+    assert torch.equal(patches[1, 6].view(3, 2, 2), x[1, :, 2:4, 4:6])  # token 6 of 4 per row: row 1, column 2
     assert torch.equal(to_image(patches, model.patch, 8), x)
 
 

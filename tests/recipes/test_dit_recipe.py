@@ -10,10 +10,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lockstep.recipe import Objective, find
+from lockstep.loss import Objective
+from lockstep.recipes.diffusion.sampling import guided
 from lockstep.recipes.dit import DiTRecipe
-from lockstep.recipes.dit.model import DiT
+from lockstep.recipes.dit.model import DiT, Size
 from lockstep.recipes.dit.recipe import DiTOptions
+from lockstep.registry import find
 from lockstep.rng import Rng
 
 SIDE = 8
@@ -32,7 +34,7 @@ def recipe(**options: Any) -> DiTRecipe:
 
 def network(depth: int = 2, registers: int = 0) -> DiT:
     torch.manual_seed(0)
-    model = DiT(32, depth, 4, patch=2, side=SIDE, classes=10, registers=registers)
+    model = DiT(Size(32, depth, 4), patch=2, side=SIDE, classes=10, registers=registers)
     for parameter in model.parameters():
         if not parameter.detach().any():
             nn.init.normal_(parameter, std=0.2)
@@ -134,7 +136,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_objective_compiles_as_one_graph(backend: str) -> None:
     mine, model, indices = recipe(), network(depth=1, registers=2), [1, 2, 3, 4]
-    objective = Objective(mine, model, seed=5)
+    objective = Objective(mine.loss, model, seed=5)
     batch, index = collate(mine, indices), torch.tensor(indices)
     # Without it the CPU's code generator writes the generator's shifts out again at every use, for minutes.
     options = {"realize_opcount_threshold": 8} if backend == "inductor" else None
@@ -161,7 +163,7 @@ def test_a_straight_line_is_followed_exactly(steps: int) -> None:
     samples = mine.sample(model, index, keys([0, 1, 2]), cfg=1.0, steps=steps)
     torch.testing.assert_close(samples[:, -1], ((image + 1) / 2).expand(3, -1, -1, -1), rtol=0, atol=1e-5)
     times = torch.stack([t for _, t, _ in model.asked])
-    assert times.shape == (steps, 3), "one evaluation a step"
+    assert times.shape == (steps, 3), "one evaluation per step"
     torch.testing.assert_close(times[:, 0], 1 - torch.arange(steps) / steps)
 
 
@@ -181,18 +183,17 @@ def test_samples_start_from_their_own_noise_and_class() -> None:
 
 
 def test_guidance_is_the_formula_in_one_doubled_batch() -> None:
-    mine = recipe()
     v_class, v_none = 0.7, 0.2
     model = Recorder(lambda x, t, label: torch.where(label == 10, v_none, v_class)[:, None, None, None] * x)
-    x, t, label = torch.randn(4, 3, SIDE, SIDE), torch.full((4,), 0.5), torch.arange(4)
+    x, label = torch.randn(4, 3, SIDE, SIDE), torch.arange(4)
     for cfg in (0.0, 2.5, 5.0):
-        torch.testing.assert_close(mine._velocity(model, x, t, label, cfg), (v_none + cfg * (v_class - v_none)) * x)
+        torch.testing.assert_close(guided(model, x, 0.5, label, 10, cfg), (v_none + cfg * (v_class - v_none)) * x)
     assert [len(asked[0]) for asked in model.asked] == [8, 8, 8]
-    assert torch.equal(mine._velocity(model, x, t, label, 1.0), v_class * x)
+    assert torch.equal(guided(model, x, 0.5, label, 10, 1.0), v_class * x)
     assert len(model.asked[-1][0]) == 4, "no guidance, no doubling"
 
 
-def test_frames_spread_over_the_way() -> None:
+def test_frames_are_evenly_spread_over_the_steps() -> None:
     mine = recipe()
     model = Recorder(lambda x, t, label: torch.full_like(x, -0.2) + 0 * x)
     mine_samples = mine.sample(model, torch.arange(2), keys([0, 1]), cfg=1.0, steps=10, frames=6)
@@ -208,14 +209,16 @@ def test_sampling_works_in_float64_without_gradients() -> None:
     assert samples.dtype == torch.float64 and not samples.requires_grad
 
 
-def test_galleries_hold_every_class_for_each_guidance() -> None:
-    assert recipe().galleries() == {name: {"n": 100, "cfg": float(name[3:])} for name in ("cfg1.0", "cfg2.5", "cfg5.0")}
+def test_sample_sets_hold_every_class_for_each_guidance() -> None:
+    assert recipe().sample_sets() == {
+        name: {"n": 100, "cfg": float(name[3:])} for name in ("cfg1.0", "cfg2.5", "cfg5.0")
+    }
     mine = recipe(sample_per_class=3)
     mine.smoke()
-    assert mine.galleries() == {"cfg5.0": {"n": 10, "cfg": 5.0}} and mine.options.sample_steps == 1
+    assert mine.sample_sets() == {"cfg5.0": {"n": 10, "cfg": 5.0}} and mine.options.sample_steps == 1
 
 
-def test_the_grid_has_one_class_a_column(tmp_path: Path) -> None:
+def test_the_grid_has_one_class_per_column(tmp_path: Path) -> None:
     mine = recipe()
     shade = torch.arange(20) % 10 * 25 / 255  # sample i has class i % 10
     samples = shade[:, None, None, None, None].expand(20, 3, 3, SIDE, SIDE).clone()

@@ -22,7 +22,7 @@ SIDE = 16
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     said = JiTRecipe(JiTOptions(model="JiT-Nano/4", img_size=SIDE)).write_data(folder)
-    there = f"640 train and 100 val images of 10 classes, {SIDE} pixels a side, in {folder}"
+    there = f"640 train and 100 val images of 10 classes, {SIDE} pixels per side, in {folder}"
     assert said == f"{there}; use --data_path {folder}/train"
     return folder
 
@@ -69,7 +69,7 @@ def test_a_folder_called_train_without_others_beside_it_is_all_there_is(tmp_path
 
 
 def test_a_missing_folder_comes_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"train is not there; .*lockstep data jit {tmp_path}$"):
+    with pytest.raises(ValueError, match=rf"train is missing; .*lockstep data jit {tmp_path}$"):
         load(str(tmp_path / "train"), "train", SIDE)
     with pytest.raises(ValueError, match=rf"lockstep data jit {tmp_path}/pets$"):
         load(str(tmp_path / "pets"), "train", SIDE)

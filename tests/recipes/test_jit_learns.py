@@ -6,16 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine import trainer_for
 from multi.test_launch import ROOT
 
+from lockstep.commands.trained import UseFlags, open_run
 from lockstep.distributed import World
-from lockstep.evaluate import generate
 from lockstep.flags import parse
-from lockstep.recipe import find
 from lockstep.recipes.shapes import Shapes
-from lockstep.run import settle
-from lockstep.trainer import Trainer
-from lockstep.use import load
+from lockstep.registry import find
 from recipes.test_dit_learns import batch, classifier, losses
 
 GOLDEN = ROOT / "tests/golden/jit.json"
@@ -24,7 +22,7 @@ GOLDEN = ROOT / "tests/golden/jit.json"
 def fit(folder: Path, *flags: str) -> None:
     words = ["--device", "cpu", "--no_tensorboard", "--out", str(folder), *flags]
     request = parse(find("jit"), words, "test")
-    Trainer(request, World(), settle(request, World())).fit()
+    trainer_for(request, World()).fit()
 
 
 def ten_steps(folder: Path) -> list[float]:
@@ -60,13 +58,13 @@ def test_the_laptops_run_learns_and_its_samples_are_what_they_should_be(tmp_path
     )
     curve = losses(out)
     assert curve[-1] < curve[0] / 4, (curve[0], curve[-1])  # the first logged value is that of step 10
-    run = load(out, "last", "ema")
+    run = open_run(out, UseFlags(weights="ema", seed=1), World(), nullcontext())
     side = run.recipe.options.img_size
     network = classifier(side)
     with torch.no_grad():
         images, labels = batch(Shapes("test", 1000, side), range(500))
         assert (network(images).argmax(1) == labels).double().mean() > 0.95  # it can judge
-        samples = generate(run.recipe, run.model, 100, {"cfg": 2.0}, World(), nullcontext(), seed=1)
+        samples = run.evaluator.generate(100, {"cfg": 2.0})
         assert samples is not None
         told = network(samples[:, -1]).argmax(1) == torch.arange(100) % 10
     assert told.double().mean() > 0.6, told.double().mean()  # it was 0.83; chance is 0.1

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.recipes.jit.model import SIZES, Attention, Block, JiT, Size, SwiGLU, build, parse, rotary_angles, rotate
+from lockstep.recipes.diffusion.layers import Attention, Block, rotary_angles, rotate
+from lockstep.recipes.jit.model import SIZES, JiT, Size, SwiGLU, build, parse
 
 
 def tiny(start: int = 1, depth: int = 3, class_tokens: int = 4, awake: bool = True, **more: Any) -> JiT:
@@ -136,7 +137,7 @@ def test_rotation_keeps_lengths_and_follows_row_and_column() -> None:
     angles = rotary_angles(16, 3, before=2)
     assert angles.shape == (2 + 9, 8) and not angles[:2].any(), "tokens without a place are not turned"
     rate = 10_000 ** (-torch.arange(4, dtype=torch.float64) / 4)
-    torch.testing.assert_close(angles[2 + 5], torch.cat([1 * rate, 2 * rate]))  # patch 5 of 3 a row: row 1, column 2
+    torch.testing.assert_close(angles[2 + 5], torch.cat([1 * rate, 2 * rate]))  # patch 5 of 3 per row: row 1, column 2
     x = torch.randn(11, 16, dtype=torch.float64)
     y = rotate(x, angles.cos(), angles.sin())
     torch.testing.assert_close(x.norm(dim=1), y.norm(dim=1))
@@ -146,7 +147,7 @@ def test_rotation_keeps_lengths_and_follows_row_and_column() -> None:
 
 def test_attention_is_the_formula() -> None:
     torch.manual_seed(0)
-    layer = Attention(16, 2, 0.0).double()
+    layer = Attention(16, 2, qk_norm=True).double()
     nn.init.normal_(layer.q_norm.weight), nn.init.normal_(layer.k_norm.weight)
     x = torch.randn(1, 9, 16, dtype=torch.float64)
     angles = rotary_angles(8, 3)
@@ -161,7 +162,7 @@ def test_attention_is_the_formula() -> None:
         )
         heads.append((a @ b.T / math.sqrt(8)).softmax(1) @ v[:, part])
     expected = torch.cat(heads, dim=1) @ layer.out.weight.T + layer.out.bias
-    torch.testing.assert_close(layer(x, cosine, sine)[0], expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(layer(x, (cosine, sine))[0], expected, rtol=1e-10, atol=1e-10)
 
 
 def test_swiglu_is_the_formula_with_two_thirds_of_the_usual_width() -> None:

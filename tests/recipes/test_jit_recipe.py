@@ -11,10 +11,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lockstep.flags import parse
-from lockstep.recipe import Objective, find
+from lockstep.loss import Objective
 from lockstep.recipes.jit import JiTRecipe
 from lockstep.recipes.jit.model import JiT, Size
 from lockstep.recipes.jit.recipe import JiTOptions
+from lockstep.registry import find
 from lockstep.rng import Rng
 
 SIDE = 8
@@ -151,7 +152,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
 @pytest.mark.slow
 def test_the_objective_compiles_as_one_graph() -> None:
     mine, model, indices = recipe(), network(), [1, 2, 3, 4]
-    objective = Objective(mine, model, seed=5)
+    objective = Objective(mine.loss, model, seed=5)
     batch, index = collate(mine, indices), torch.tensor(indices)
     torch.compiler.reset()
     try:
@@ -175,7 +176,7 @@ def test_a_model_that_knows_the_image_gets_there_whatever_the_steps(steps: int) 
         at = k / steps * image + (1 - k / steps) * noise
         torch.testing.assert_close(samples[:, k], ((at + 1) / 2).clamp(0, 1), rtol=0, atol=1e-5)
     heun = [time for i in range(steps - 1) for time in (i / steps, (i + 1) / steps)]
-    assert model.times == pytest.approx([*heun, (steps - 1) / steps]), "two evaluations a step, one in the last"
+    assert model.times == pytest.approx([*heun, (steps - 1) / steps]), "two evaluations per step, one in the last"
 
 
 @pytest.mark.usefixtures("float64")
@@ -204,7 +205,7 @@ def test_guidance_is_the_formula_inside_its_interval_alone() -> None:
     z, label = torch.randn(4, 3, SIDE, SIDE), torch.arange(4)
     for t, guided in [(0.0, False), (0.25, False), (0.26, True), (0.74, True), (0.75, False), (0.9, False)]:
         model.asked.clear()
-        velocity = mine._velocity(model, z, t, label, 3.0)
+        velocity = mine.velocity(model, z, t, label, 3.0)
         of_class, of_none = (0.7 * z - z) / (1 - t), (0.2 * z - z) / (1 - t)
         expected = of_none + (3.0 if guided else 1.0) * (of_class - of_none)
         torch.testing.assert_close(velocity, expected, rtol=1e-5, atol=1e-5)
@@ -214,8 +215,8 @@ def test_guidance_is_the_formula_inside_its_interval_alone() -> None:
 def test_an_interval_from_zero_guides_from_the_start() -> None:
     model = Recorder(lambda z, t, label: z)
     z, label = torch.randn(1, 3, SIDE, SIDE), torch.arange(1)
-    recipe(cfg_interval=(0.0, 1.0))._velocity(model, z, 0.0, label, 2.0)
-    recipe(cfg_interval=(0.0, 1.0))._velocity(model, z, 0.0, label, 1.0)
+    recipe(cfg_interval=(0.0, 1.0)).velocity(model, z, 0.0, label, 2.0)
+    recipe(cfg_interval=(0.0, 1.0)).velocity(model, z, 0.0, label, 1.0)
     assert [len(asked[0]) for asked in model.asked] == [2, 1]
 
 
@@ -231,13 +232,13 @@ def test_a_sample_does_not_depend_on_its_company() -> None:
     assert max(len(z) for z, _, _ in recorder.asked) == 64
 
 
-def test_galleries_stay_small(tmp_path: Path) -> None:
-    assert recipe().galleries() == {name: {"n": 100, "cfg": float(name[3:])} for name in ("cfg1.0", "cfg2.9")}
+def test_sample_sets_stay_small(tmp_path: Path) -> None:
+    assert recipe().sample_sets() == {name: {"n": 100, "cfg": float(name[3:])} for name in ("cfg1.0", "cfg2.9")}
     for k in range(30):
         (tmp_path / f"class{k}").mkdir()
         Image.new("RGB", (9, 9)).save(tmp_path / f"class{k}" / "1.png")
     mine = recipe(data_path=str(tmp_path))
-    assert mine.classes == 30 and mine.galleries()["cfg1.0"]["n"] == 100
+    assert mine.classes == 30 and mine.sample_sets()["cfg1.0"]["n"] == 100
     model = mine.model()
     assert isinstance(model, JiT) and model.none == 30 and model.label.num_embeddings == 31
 
@@ -245,11 +246,12 @@ def test_galleries_stay_small(tmp_path: Path) -> None:
 def test_a_try_out_is_small_and_says_so() -> None:
     mine = JiTRecipe()
     mine.smoke()
-    assert mine.options.sample_steps == 1 and mine.galleries() == {"cfg2.9": {"n": 10, "cfg": 2.9}}
+    assert mine.options.sample_steps == 1 and mine.sample_sets() == {"cfg2.9": {"n": 10, "cfg": 2.9}}
     with torch.device("meta"):
         model = mine.model()
     assert isinstance(model, JiT) and len(model.blocks) == 2 and model.start == 1
-    assert mine.describe_model(model) == ("JiT-B/4, 2 of 12 blocks, 256 patches and 32 class tokens, 64 pixels a side")
+    blocks, tokens = "2 of 12 blocks", "256 patches and 32 class tokens"
+    assert mine.describe_model(model) == f"JiT-B/4, {blocks}, {tokens}, 64 pixels per side"
 
 
 def test_samples_are_written_as_a_grid_and_a_film(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from lockstep.recipes.protein import chemistry
 from lockstep.recipes.protein.build import build_backbone, build_side_chains
 from lockstep.recipes.protein.chemistry import CHI_ATOMS, END, FRAGMENTS, PAD, RESIDUES, SIDE_CHAINS, TOKENS
-from lockstep.recipes.protein.geometry import BINS, bin_centres, frames, from_bins, place, to_bins, torsion, within
+from lockstep.recipes.protein.geometry import BINS, bin_centres, frames, from_bins, place_atom, to_bins, torsion, within
 from lockstep.recipes.protein.model import backbone_torsions
 from lockstep.recipes.protein.peptides import peptides
 from lockstep.rng import Rng
@@ -83,7 +83,7 @@ def test_a_right_angle_has_the_sign_that_the_field_gives_it() -> None:
 def test_a_placed_atom_has_the_length_angle_and_torsion_asked_for() -> None:
     a, b, c = (drawn("before", 3, 3) / 60).unbind(1)
     angle, turn = (drawn("angle").abs() * 0.9 + 9).deg2rad(), drawn("turn").deg2rad()
-    d = place(a, b, c, 1.7, angle, turn)
+    d = place_atom(a, b, c, 1.7, angle, turn)
     torch.testing.assert_close((d - c).norm(dim=-1), torch.full((50,), 1.7, dtype=torch.float64))
     cosine = ((b - c) * (d - c)).sum(-1) / (b - c).norm(dim=-1) / 1.7
     torch.testing.assert_close(cosine, angle.cos())

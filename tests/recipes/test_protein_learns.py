@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine import trainer_for
 from multi.test_launch import ROOT
 
 from lockstep.distributed import World
 from lockstep.flags import parse
-from lockstep.recipe import find
 from lockstep.recipes.protein.chemistry import SPECIAL, slot_table
 from lockstep.recipes.protein.peptides import peptides
-from lockstep.run import settle
-from lockstep.trainer import Trainer
+from lockstep.registry import find
 
 GOLDEN = ROOT / "tests/golden/protein.json"
 
@@ -25,7 +24,7 @@ def logged(folder: Path, name: str) -> list[float]:
 def train(folder: Path, *flags: str) -> None:
     words = ["--preset", "laptop", "--device", "cpu", "--no_tensorboard", "--out", str(folder), *flags]
     request = parse(find("protein"), words, "test")
-    Trainer(request, World(), settle(request, World())).fit()
+    trainer_for(request, World()).fit()
 
 
 def ten_steps(folder: Path) -> list[float]:

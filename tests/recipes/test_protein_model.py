@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.recipe import Objective, find
+from lockstep.loss import Objective
 from lockstep.recipes.protein import ProteinRecipe
 from lockstep.recipes.protein.chain import crop
 from lockstep.recipes.protein.chemistry import MASK, RESIDUES, SYMMETRIC, TOKENS, slot_table
@@ -15,6 +15,7 @@ from lockstep.recipes.protein.measure import residue_scores, torsion_counts
 from lockstep.recipes.protein.model import SideChains, Size, describe
 from lockstep.recipes.protein.peptides import peptides
 from lockstep.recipes.protein.recipe import ProteinOptions
+from lockstep.registry import find
 from lockstep.rng import Rng
 
 SMALL = {"hidden_dim": 32, "num_encoder_layers": 2, "num_decoder_layers": 1, "num_heads": 4, "num_neighbors": 6}
@@ -148,7 +149,7 @@ def test_the_terms_are_those_computed_by_hand() -> None:
     chains[1]["has_chi"][2:5] = False
     batch, rng = mine.collate(chains), keys([0, 1, 2])
     with torch.no_grad():
-        terms, counts = mine.loss(model, batch, rng).terms, mine.weigh(batch, rng)
+        terms, counts = mine.loss(model, batch, rng).terms, mine.term_counts(batch, rng)
     mask = rng.bernoulli("mask", 0.4, 512, 5)[:, : batch["slots"].shape[1]] & (batch["slots"] >= 4)
     fragments, torsions = answers(model, batch, torch.where(mask, MASK, batch["slots"]))
     total, number = 0.0, 0
@@ -172,13 +173,13 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(strategy: str) -> None:
     mine = recipe(masking_strategy=strategy, backbone_only=0.3)
     model, chains, numbers = network(mine), items(5), [3, 17, 4, 4021, 99]
     together = mine.loss(model, mine.collate(chains), keys(numbers)).terms
-    weights = mine.weigh(mine.collate(chains), keys(numbers))
+    weights = mine.term_counts(mine.collate(chains), keys(numbers))
     for name in ("fragments", "torsions"):
         alone = [
             mine.loss(model, mine.collate([c]), keys([i])).terms[name] for c, i in zip(chains, numbers, strict=True)
         ]
         torch.testing.assert_close(torch.stack(alone).sum(), together[name], rtol=1e-11, atol=0)
-        counts = [mine.weigh(mine.collate([c]), keys([i]))[name] for c, i in zip(chains, numbers, strict=True)]
+        counts = [mine.term_counts(mine.collate([c]), keys([i]))[name] for c, i in zip(chains, numbers, strict=True)]
         assert sum(counts) == weights[name]
 
 
@@ -186,7 +187,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(strategy: str) -> None:
 def test_the_objective_compiles_as_one_graph() -> None:
     mine = recipe(backbone_only=0.3, num_encoder_layers=1)
     model, batch, index = network(mine).train(), mine.collate(items(3)), torch.arange(3)
-    objective = Objective(mine, model, seed=5)
+    objective = Objective(mine.loss, model, seed=5)
     per_sample = {"fragments": torch.tensor(9.0), "torsions": torch.tensor(4.0)}
     torch.compiler.reset()
     try:
@@ -229,7 +230,7 @@ def test_torsion_errors_are_whole_numbers_by_torsion_the_short_way_round() -> No
     assert {k: v.tolist() for k, v in sums.items()} == {  # type: ignore[union-attr]
         "torsion error": [10_000, 20_000, 0, 0],
         "torsion hits": [1, 1, 0, 1],
-        "torsions": [1, 1, 0, 1],
+        "torsion count": [1, 1, 0, 1],
     }
 
 

@@ -8,12 +8,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lockstep.recipes.pixels import voc_palette
 from lockstep.recipes.scribble import data, files, scenes
-from lockstep.recipes.scribble.augment import Changes, augment
+from lockstep.recipes.scribble.augment import Augmentation, augment
 from lockstep.rng import Rng
 
 SIDE = 48
-PLAIN = Changes(crop=SIDE, scale=(1.0, 1.0), rotate=0.0, flip=False, blur=0.0)
+PLAIN = Augmentation(crop=SIDE, scale=(1.0, 1.0), rotate=0.0, flip=False, blur=0.0)
 
 
 def key(i: int, epoch: int = 0) -> Rng:
@@ -87,7 +88,7 @@ def test_nearness_is_the_euclidean_distance() -> None:
 
 
 def test_the_palette_is_pascal_s() -> None:
-    colours = np.array(files.palette()).reshape(256, 3)
+    colours = voc_palette()
     known = {0: (0, 0, 0), 1: (128, 0, 0), 2: (0, 128, 0), 3: (128, 128, 0), 4: (0, 0, 128), 8: (64, 0, 0),
              15: (192, 128, 128), 20: (0, 64, 128), 255: (224, 224, 192)}  # fmt: skip
     for label, colour in known.items():
@@ -119,7 +120,7 @@ def test_lists_of_other_forms_are_read(copy: Path) -> None:
     (lists / "val.txt").write_text("/JPEGImages/val_00001.jpg /SegmentationClassAug/val_00001.png\n\nval_00000\n")
     assert data.VocFolder(copy, "val", 21).names == ["val_00001", "val_00000"]
     (copy / "test.txt").unlink()
-    assert not data.has_test(copy)
+    assert data.list_file(copy, "test") is None
 
 
 def test_missing_files_are_listed_before_anything_is_read(copy: Path) -> None:
@@ -137,7 +138,7 @@ def test_missing_files_are_listed_before_anything_is_read(copy: Path) -> None:
 
 
 def test_bad_folders_are_refused(copy: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere is not there"):
+    with pytest.raises(ValueError, match="nowhere is missing"):
         data.VocFolder(copy / "nowhere", "train", 21)
     with pytest.raises(ValueError, match="is a file"):
         data.VocFolder(copy / "val.txt", "train", 21)
@@ -182,23 +183,23 @@ def test_bad_files_are_named(copy: Path) -> None:
 
 def test_the_centre_crop_holds_the_middle_and_fills_the_rest() -> None:
     image = torch.arange(3 * 6 * 10, dtype=torch.uint8).view(3, 6, 10)
-    inner = data.centre(image, 4, data.MEAN)
+    inner = data.centre_crop(image, 4, data.MEAN)
     assert torch.equal(inner, image[:, 1:5, 3:7])
-    outer = data.centre(image, 12, data.MEAN)
+    outer = data.centre_crop(image, 12, data.MEAN)
     assert torch.equal(outer[:, 3:9, 1:11], image)
     assert outer[:, 0, 0].tolist() == list(data.MEAN)
-    item = data.Labelled(scenes.Scenes("val", SIDE), 64)[0]
+    item = data.LabelledScenes(scenes.Scenes("val", SIDE), 64)[0]
     inside = (item["label"] != 255).sum()
     assert item["label"].shape == (64, 64) and inside == SIDE * (SIDE * 3 // 4)
     assert item["size"].tolist() == [64, 64]
 
 
 def test_training_items_do_not_hold_the_true_labels() -> None:
-    assert set(data.Training(scenes.Scenes("train", SIDE))[0]) == {"image", *data.TRAINING}
+    assert set(data.TrainingScenes(scenes.Scenes("train", SIDE))[0]) == {"image", *data.TRAINING}
 
 
 def training_item(i: int = 0) -> dict[str, Tensor]:
-    return data.Training(scenes.Scenes("train", SIDE))[i]
+    return data.TrainingScenes(scenes.Scenes("train", SIDE))[i]
 
 
 def test_without_changes_a_crop_is_the_scene_itself() -> None:
@@ -207,7 +208,7 @@ def test_without_changes_a_crop_is_the_scene_itself() -> None:
     # The crop's place is drawn: find it by what is outside.
     out = augment(item, key(0), PLAIN)
     assert all(out[name].shape[-2:] == (SIDE, SIDE) and out[name].dtype == torch.uint8 for name in out)
-    wide = Changes(crop=3 * SIDE, scale=(1.0, 1.0), rotate=0.0, flip=False, blur=0.0)
+    wide = Augmentation(crop=3 * SIDE, scale=(1.0, 1.0), rotate=0.0, flip=False, blur=0.0)
     out = augment({**item, "near_scribble": torch.full_like(item["pseudo"], 200)}, key(1), wide)
     inside = out["near_scribble"] == 200
     assert 0.9 * height * width < int(inside.sum()) <= height * width, "all of it is there, but for half a pixel"
@@ -218,7 +219,7 @@ def test_without_changes_a_crop_is_the_scene_itself() -> None:
 
 
 def test_labels_are_never_mixed_and_255_stays_255() -> None:
-    strong = Changes(crop=64, scale=(0.5, 2.0), rotate=10.0, flip=True, blur=0.5)
+    strong = Augmentation(crop=64, scale=(0.5, 2.0), rotate=10.0, flip=True, blur=0.5)
     for i in range(12):
         item = training_item(i)
         out = augment(item, key(i), strong)
@@ -228,7 +229,7 @@ def test_labels_are_never_mixed_and_255_stays_255() -> None:
 
 def test_every_map_moves_with_the_image() -> None:
     """All of them are made the same picture; then all must stay the same, wherever the scene is."""
-    strong = Changes(crop=64, scale=(0.5, 2.0), rotate=10.0, flip=True, blur=0.0)
+    strong = Augmentation(crop=64, scale=(0.5, 2.0), rotate=10.0, flip=True, blur=0.0)
     picture = (scenes.Scenes("train", SIDE)[3]["label"] > 0).to(torch.uint8) * 200
     item = dict.fromkeys(data.TRAINING, picture) | {"image": picture.expand(3, -1, -1)}
     for i in range(8):
@@ -247,7 +248,7 @@ def test_scale_turn_and_flip_do_what_they_say() -> None:
     sides = set()
     for i in range(20):
         # At scale 1 the crop has no room to move: it is the scene.
-        out = augment(item, key(i), Changes(crop=81, scale=(1.0, 1.0), rotate=30.0, flip=True, blur=0.0))
+        out = augment(item, key(i), Augmentation(crop=81, scale=(1.0, 1.0), rotate=30.0, flip=True, blur=0.0))
         mass = out["near_scribble"].double()
         axis = torch.arange(81) - 40.0
         x, y = float((mass.sum(0) * axis).sum() / mass.sum()), float((mass.sum(1) * axis).sum() / mass.sum())
@@ -255,7 +256,10 @@ def test_scale_turn_and_flip_do_what_they_say() -> None:
         assert abs(np.degrees(np.arctan2(y, abs(x)))) <= 30.5
         sides.add(x > 0)
     assert sides == {True, False}
-    white, anyhow = {**item, "near_pseudo": torch.full_like(picture, 255)}, Changes(200, (0.5, 2.0), 0.0, False, 0.0)
+    white, anyhow = (
+        {**item, "near_pseudo": torch.full_like(picture, 255)},
+        Augmentation(200, (0.5, 2.0), 0.0, False, 0.0),
+    )
     sizes = [float((augment(white, key(i), anyhow)["near_pseudo"] > 127).sum()) ** 0.5 / 81 for i in range(30)]
     assert 0.48 < min(sizes) < 0.7 and 1.8 < max(sizes) < 2.02
 
@@ -263,13 +267,13 @@ def test_scale_turn_and_flip_do_what_they_say() -> None:
 def test_blur_keeps_the_mean_and_smooths() -> None:
     item = training_item(2)
     sharp = augment(item, key(5), PLAIN)["image"].float()
-    soft = augment(item, key(5), Changes(SIDE, (1.0, 1.0), 0.0, False, 1.0))["image"].float()
+    soft = augment(item, key(5), Augmentation(SIDE, (1.0, 1.0), 0.0, False, 1.0))["image"].float()
     assert abs(float(sharp.mean() - soft.mean())) < 1
     assert soft.diff(dim=-1).abs().mean() < 0.9 * sharp.diff(dim=-1).abs().mean()
 
 
 def test_augmentation_depends_on_the_key_alone() -> None:
-    strong = Changes(crop=64, scale=(0.5, 2.0), rotate=10.0, flip=True, blur=0.5)
+    strong = Augmentation(crop=64, scale=(0.5, 2.0), rotate=10.0, flip=True, blur=0.5)
     item = training_item(1)
     one, again, later = (augment(item, k, strong) for k in (key(1), key(1), key(1, epoch=1)))
     torch.set_default_dtype(torch.float64)
@@ -288,7 +292,7 @@ def test_inputs_are_sorted_and_keep_their_names(tmp_path: Path) -> None:
     assert inputs[1]["image"].shape == (3, 6, 10) and inputs[1]["size"].tolist() == [6, 10]
     assert len(data.Inputs(tmp_path / "b.png")) == 1
     Image.new("RGB", (10, 6)).save(tmp_path / "b.jpg")
-    with pytest.raises(ValueError, match=r"b.jpg and .*b.png would give the same b.png; rename one"):
+    with pytest.raises(ValueError, match=r"b.jpg and .*b.png would both give b.png; rename one"):
         data.Inputs(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no images"):

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine import trainer_for
 from multi.test_launch import ROOT, environment
 from PIL import Image
 
 from lockstep.distributed import World
 from lockstep.flags import parse
-from lockstep.recipe import find
 from lockstep.recipes.scribble.files import write_image
 from lockstep.recipes.scribble.scenes import Scenes
-from lockstep.run import settle
-from lockstep.trainer import Trainer
+from lockstep.registry import find
 
 GOLDEN = ROOT / "tests/golden/scribble.json"
 
@@ -37,7 +36,7 @@ def ten_steps(folder: Path) -> list[float]:
     request = parse(
         find("scribble"), [*flags, "--eval_every", "0", "--warmup_epochs", "0", "--out", str(folder)], "test"
     )
-    Trainer(request, World(), settle(request, World())).fit()
+    trainer_for(request, World()).fit()
     return logged(folder, "loss")
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lockstep.recipes.resnet import ResNet
+from lockstep.recipes.resnet import ResNetBackbone
 from lockstep.recipes.scribble.model import ASPP, LoRM, Segmenter, build, feature_size, load_backbone, nearest
 
 
@@ -139,7 +139,7 @@ def test_one_image_cannot_be_normalised_by_itself() -> None:
 
 def imagenet_weights() -> dict[str, Tensor]:
     torch.manual_seed(5)
-    weights = {name: torch.randn_like(t.float()).to(t.dtype) for name, t in ResNet(18).state_dict().items()}
+    weights = {name: torch.randn_like(t.float()).to(t.dtype) for name, t in ResNetBackbone(18).state_dict().items()}
     return weights | {"fc.weight": torch.randn(1000, 512), "fc.bias": torch.randn(1000)}
 
 
@@ -161,19 +161,19 @@ def test_imagenet_weights_are_loaded_under_torchvision_s_names(tmp_path: Path, e
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model, file = build("deeplabv2", 34, 3), tmp_path / "w.pth"
-    with pytest.raises(ValueError, match=r"w.pth is not there"):
+    with pytest.raises(ValueError, match=r"there is no file .*w.pth"):
         load_backbone(model, str(file))
     torch.save(imagenet_weights(), file)
-    with pytest.raises(ValueError, match=r"lacks layer1.2.bn1.bias and \d+ more; give the file that fits --layers"):
+    with pytest.raises(ValueError, match=r"missing \(layer1.2.conv1.weight .*Give the file that fits --layers"):
         load_backbone(model, str(file))
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ValueError, match="cannot be read"):
         load_backbone(model, str(file))
     torch.save([1, 2], file)
-    with pytest.raises(ValueError, match="not a dict of tensors"):
+    with pytest.raises(ValueError, match="no dict of tensors"):
         load_backbone(model, str(file))
     torch.save({"model": nn.Linear(2, 2)}, file)
-    with pytest.raises(ValueError, match="not plain tensors"):
+    with pytest.raises(ValueError, match="cannot be read"):
         load_backbone(model, str(file))
     (tmp_path / "w.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="cannot be read"):

@@ -13,16 +13,19 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lockstep import Loss
+from lockstep.batching import Batching
 from lockstep.distributed import World
-from lockstep.evaluate import predict
+from lockstep.evaluate import Evaluator
 from lockstep.flags import parse
+from lockstep.loss import Objective
 from lockstep.optim import Schedule, scaled_lr
-from lockstep.recipe import Objective, find
-from lockstep.recipes.scribble import ScribbleRecipe, data, files, infer, losses
+from lockstep.recipes.confusion import confusion_matrix
+from lockstep.recipes.pixels import normalise, voc_palette
+from lockstep.recipes.scribble import ScribbleRecipe, data, infer
 from lockstep.recipes.scribble.model import Segmenter
-from lockstep.recipes.scribble.recipe import ScribbleOptions, normalised
+from lockstep.recipes.scribble.recipe import ScribbleOptions
+from lockstep.registry import find, spec_of
 from lockstep.rng import Rng
-from lockstep.stream import Sizes
 
 SIDE = 32
 
@@ -75,14 +78,14 @@ def scores() -> Tensor:
 
 
 def test_the_recipe_is_found_by_name() -> None:
-    assert find("scribble") is ScribbleRecipe and ScribbleRecipe.spec == "scribble"
+    assert find("scribble") is ScribbleRecipe and spec_of(ScribbleRecipe) == "scribble"
 
 
 def test_each_term_is_torch_s_own_mean(scores: Tensor) -> None:
     weights = {"l_segs": 0.5, "l_pesudo": 2.0, "l_ds": 0.3, "l_dc": 0.7}
     mine = recipe(model_type="deeplabv2", smoothing=0.2, **weights)
     batch = batch_of(mine, [0, 1, 2, 3])
-    means = terms(mine.loss(Fixed(scores), batch, keys([0, 1, 2, 3])), mine.weigh(batch, keys([0, 1, 2, 3])))
+    means = terms(mine.loss(Fixed(scores), batch, keys([0, 1, 2, 3])), mine.term_counts(batch, keys([0, 1, 2, 3])))
     scribble, pseudo = batch["scribble"].long(), batch["pseudo"].long()
     segs = F.cross_entropy(scores, scribble, ignore_index=255)
     pesudo = F.cross_entropy(scores, pseudo, ignore_index=255, label_smoothing=0.2)
@@ -113,8 +116,8 @@ def test_pixels_without_a_label_change_nothing(scores: Tensor) -> None:
 def test_evaluation_leaves_out_pixels_without_a_label() -> None:
     label = torch.tensor([[[0, 1, 255], [2, 255, 1]]])
     predicted = torch.tensor([[[0, 2, 1], [2, 0, 1]]])
-    matrix = losses.confusion(label, predicted, 3)
-    assert torch.equal(matrix, losses.confusion(label, torch.where(label == 255, 2, predicted), 3))
+    matrix = confusion_matrix(predicted, label, 3)
+    assert torch.equal(matrix, confusion_matrix(torch.where(label == 255, 2, predicted), label, 3))
     assert matrix.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
 
 
@@ -125,22 +128,22 @@ def test_a_batch_weighs_as_much_as_its_samples() -> None:
     mine = recipe()
     model, indices = mine.model().eval(), [3, 17, 4]
     together = mine.loss(model, batch_of(mine, indices), keys(indices)).terms
-    counts = mine.weigh(batch_of(mine, indices), keys(indices))
+    counts = mine.term_counts(batch_of(mine, indices), keys(indices))
     alone = [mine.loss(model, batch_of(mine, [i]), keys([i])).terms for i in indices]
     for name, total in together.items():
         assert total.dtype == torch.float64
         torch.testing.assert_close(sum(part[name] for part in alone), total, rtol=1e-10, atol=1e-12)
-        assert counts[name] == sum(mine.weigh(batch_of(mine, [i]), keys([i]))[name] for i in indices)
+        assert counts[name] == sum(mine.term_counts(batch_of(mine, [i]), keys([i]))[name] for i in indices)
 
 
 def test_the_count_of_lorm_is_that_of_foreground_positions() -> None:
     mine = recipe(crop_size=40)
     batch = batch_of(mine, [0, 1, 2])
-    counts = mine.weigh(batch, keys([0, 1, 2]))
+    counts = mine.term_counts(batch, keys([0, 1, 2]))
     middle = batch["pseudo"][:, 4::8, 4::8]
     assert middle.shape == (3, 5, 5)
     assert counts["lorm"] == int(((middle > 0) & (middle < 255)).sum()) > 0
-    assert "lorm" not in recipe(model_type="deeplabv3p").weigh(batch, keys([0, 1, 2]))
+    assert "lorm" not in recipe(model_type="deeplabv3p").term_counts(batch, keys([0, 1, 2]))
 
 
 def test_the_loss_is_float32_under_autocast() -> None:
@@ -160,9 +163,9 @@ def test_the_objective_compiles_as_one_graph() -> None:
     torch.manual_seed(0)
     mine, indices = recipe(), [0, 1]
     model = mine.model()
-    objective = Objective(mine, model, seed=5)
+    objective = Objective(mine.loss, model, seed=5)
     batch, index = batch_of(mine, indices), torch.tensor(indices)
-    per_sample = {name: count / 2 for name, count in mine.weigh(batch, keys(indices)).items()}
+    per_sample = {name: count / 2 for name, count in mine.term_counts(batch, keys(indices)).items()}
     torch.compiler.reset()
     try:
         compiled = torch.compile(objective, fullgraph=True, backend="eager")
@@ -191,8 +194,8 @@ def test_metrics_are_the_brute_force_ones_and_exact_over_any_split() -> None:
     truth[generator.random(truth.shape) < 0.2] = 255
     mine = recipe()
     pairs = list(zip(torch.from_numpy(truth), torch.from_numpy(predicted), strict=True))
-    whole = losses.confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6)
-    parts = sum(losses.confusion(t, p, 6) for t, p in pairs)
+    whole = confusion_matrix(torch.from_numpy(predicted), torch.from_numpy(truth), 6)
+    parts = sum(confusion_matrix(p, t, 6) for t, p in pairs)
     assert whole.dtype == torch.int64 and torch.equal(whole, parts)  # type: ignore[arg-type]
     values = mine.metrics({"confusion": whole})
     miou, accuracy, ious = brute_force(truth, predicted, 6)
@@ -232,7 +235,7 @@ def test_windows_cover_everything_and_are_averaged() -> None:
             total[:, :, top : top + 24, left : left + 24] += part
             count[top : top + 24, left : left + 24] += 1
     assert count.min() > 0
-    torch.testing.assert_close(infer.sliding(model, image, 24), total / count)
+    torch.testing.assert_close(infer.sliding_window(model, image, 24), total / count)
     everything = infer.probabilities(model, image[0], 24, [0.5, 1.0, 2.0], 0)
     torch.testing.assert_close(everything.sum(0), torch.ones(50, 40))
     model.seen.clear()
@@ -254,8 +257,8 @@ def test_predictions_have_the_input_s_size_order_and_name_in_any_batch(tmp_path:
 
     sizes = write_inputs(tmp_path / "in")
     mine, model = recipe(test_scales=(0.5, 1.0), base_size=0), Blurry()
-    inputs = mine.inputs(tmp_path / "in")
-    by = {n: predict(mine, model, inputs, World(), n, nullcontext()) for n in (1, 2, 5)}
+    inputs = mine.predict_dataset(tmp_path / "in")
+    by = {n: Evaluator(mine, model, World(), nullcontext(), 0).predict(inputs, n) for n in (1, 2, 5)}
     for one, two, five, size in zip(by[1], by[2], by[5], sizes, strict=True):
         assert tuple(one.shape) == size and one.dtype == torch.uint8
         assert torch.equal(one, two) and torch.equal(one, five)
@@ -263,7 +266,7 @@ def test_predictions_have_the_input_s_size_order_and_name_in_any_batch(tmp_path:
     assert [file.name for file in made] == [f"x{i}.png" for i in range(5)]
     for file, labels in zip(made, by[1], strict=True):
         image = Image.open(file)
-        assert image.mode == "P" and image.getpalette()[: 3 * 6] == files.palette()[: 3 * 6]  # type: ignore[index]
+        assert image.mode == "P" and image.getpalette()[: 3 * 6] == voc_palette()[:6].flatten().tolist()  # type: ignore[index]
         assert np.array_equal(np.array(image), labels.numpy())
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [file.name for file in made], "nothing is left over"
 
@@ -303,12 +306,14 @@ def settings(*flags: str) -> Any:
 def test_the_learning_rate_follows_the_global_batch_and_not_the_gpus() -> None:
     for micro, world in ((16, 1), (8, 2), (4, 4)):
         request = settings("--batchsize", str(micro), "--workers", "4")
-        sizes = Sizes.of(request, 10_582, world, None)
+        sizes = Batching.plan(request.train.data, 10_582, world)
         assert scaled_lr(request.train.optim, sizes.global_batch) == pytest.approx(1e-3)
         schedule = Schedule(request.train.optim, sizes)
         assert schedule.warmup == round(5 * 10_582 / 16) or abs(schedule.warmup - 5 * 10_582 / 16) <= 5
     doubled = settings("--batchsize", "16")
-    assert scaled_lr(doubled.train.optim, Sizes.of(doubled, 10_582, 2, None).global_batch) == pytest.approx(2e-3)
+    assert scaled_lr(doubled.train.optim, Batching.plan(doubled.train.data, 10_582, 2).global_batch) == pytest.approx(
+        2e-3
+    )
     optim, run = doubled.train.optim, doubled.train.run
     assert (optim.optimizer, optim.momentum, optim.weight_decay, optim.schedule) == ("sgd", 0.9, 5e-4, "cosine")
     assert (run.best_metric, run.best_mode, run.eval_every) == ("miou", "max", "1ep")
@@ -328,7 +333,7 @@ def test_the_guide_s_flags_are_understood() -> None:
         ({"crop_size": 31}, "crop_size is at least 32, not 31"),
         ({"scale": (2.0, 0.5)}, "the smaller one first"),
         ({"blur": 1.5}, r"blur is in \[0, 1\]"),
-        ({"smoothing": 1.0}, "smoothing in"),
+        ({"smoothing": 1.0}, r"smoothing is in \[0, 1\), not 1.0"),
         ({"l_ds": -1.0}, "l_ds is 0 or more, not -1"),
         ({"l_lorm": float("nan")}, "l_lorm is 0 or more"),
         ({"test_scales": ()}, "test_scales are one or more"),
@@ -346,9 +351,9 @@ def test_weights_are_loaded_when_a_run_begins(tmp_path: Path) -> None:
     assert isinstance(model, Segmenter)
     wanted = {name: torch.full_like(t, 0.5) for name, t in model.backbone.state_dict().items()}
     torch.save(wanted, tmp_path / "w.pth")
-    assert "w.pth" in (mine.begin(model) or "")
+    assert "w.pth" in (mine.load_pretrained(model) or "")
     assert (model.backbone.get_parameter("layer1.0.conv1.weight") == 0.5).all()
-    assert "from scratch" in (recipe().begin(model) or "")
+    assert "from scratch" in (recipe().load_pretrained(model) or "")
 
 
 def test_smoke_makes_everything_small() -> None:
@@ -359,7 +364,7 @@ def test_smoke_makes_everything_small() -> None:
 
 
 def test_images_are_normalised_as_imagenet_s_are() -> None:
-    mean = normalised(torch.tensor(data.MEAN, dtype=torch.uint8)[None, :, None, None])
+    mean = normalise(torch.tensor(data.MEAN, dtype=torch.uint8)[None, :, None, None])
     assert mean.abs().max() < 0.02, "the filling is nothing to the network"
-    white = normalised(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)).flatten()
+    white = normalise(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)).flatten()
     torch.testing.assert_close(white, torch.tensor([0.515 / 0.229, 0.544 / 0.224, 0.594 / 0.225]))

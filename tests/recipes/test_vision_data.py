@@ -13,7 +13,7 @@ from PIL import Image
 
 from lockstep.recipes.shapes import Shapes, _disc
 from lockstep.recipes.vision import idx, masks
-from lockstep.recipes.vision.data import Part, held_out, inputs, load, native_side
+from lockstep.recipes.vision.data import Subset, held_out, inputs, load, native_side
 from lockstep.recipes.vision.masks import ShapeMasks, covered
 from lockstep.recipes.vision.recipe import VisionOptions, VisionRecipe
 
@@ -39,23 +39,8 @@ def test_class_folders_hold_the_shapes_and_are_read_back(tmp_path: Path) -> None
             assert found.names[int(found[i]["label"])] == found.names[label] == Shapes.names[int(original["label"])]
 
 
-def test_idx_files_hold_the_shapes_and_are_read_back(tmp_path: Path) -> None:
-    folder = written(tmp_path / "d", data_form="idx")
-    assert native_side(str(folder)) == 16
-    train = load(str(folder), "train", 16, False, val_fraction=0.0)
-    assert len(train) == 20 and train.names == tuple("0123456789") and load(str(folder), "val", 16, False, 0.0) is None
-    for i, item in enumerate(train.__getitems__(range(20))):
-        picture = Image.fromarray(Shapes("train", side=16)[i]["image"].permute(1, 2, 0).contiguous().numpy())
-        grey = torch.from_numpy(np.array(picture.convert("L")))
-        assert item["image"].shape == (3, 16, 16) and (item["image"] == grey).all() and int(item["label"]) == i % 10
-    larger = load(str(folder), "test", 24, False)
-    assert larger[0]["image"].shape == (3, 24, 24)
-    with pytest.raises(IndexError):
-        train[20]
-
-
 def test_masks_are_written_and_read_back(tmp_path: Path) -> None:
-    folder = written(tmp_path / "d", data_form="masks")
+    folder = written(tmp_path / "d", model="unet")
     for split in ("train", "val", "test"):
         found, shapes = load(str(folder), split, 16, True), ShapeMasks(split, 16)
         assert found.names == shapes.names and len(found) == 20
@@ -90,13 +75,13 @@ def test_covered_takes_pixels_at_least_half_of_the_shape() -> None:
     assert torch.equal(covered(image), share >= 0.5)
 
 
-def write_idx(folder: Path, count: int = 12, name: str = "train", packed: bool = True) -> None:
+def write_idx(folder: Path, count: int = 12, name: str = "train", packed: bool = True, classes: int = 4) -> None:
     generator = np.random.default_rng(0)
     end = ".gz" if packed else ""
     folder.mkdir(exist_ok=True)
     images = generator.integers(0, 256, (count, 9, 9), dtype=np.uint8)
     header = struct.pack(">IIII", 0x00000803, count, 9, 9)
-    labels = struct.pack(">II", 0x00000801, count) + bytes(i % 4 for i in range(count))
+    labels = struct.pack(">II", 0x00000801, count) + bytes(i % classes for i in range(count))
     for kind, content in (("images-idx3", header + images.tobytes()), ("labels-idx1", labels)):
         (folder / f"{name}-{kind}-ubyte{end}").write_bytes(gzip.compress(content) if packed else content)
 
@@ -108,7 +93,10 @@ def test_idx_is_read_as_the_format_says(tmp_path: Path, packed: bool) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (12, 9, 9), dtype=np.uint8)
     assert all(np.array_equal(found[i]["image"][1].numpy(), pixels[i]) for i in range(12))
     assert [int(found[i]["label"]) for i in range(12)] == [i % 4 for i in range(12)] and len(found.names) == 4
-    assert load(str(tmp_path), "test", 9, False) is None
+    assert load(str(tmp_path), "test", 9, False) is None and load(str(tmp_path), "val", 9, False, 0.0) is None
+    assert load(str(tmp_path), "train", 24, False)[0]["image"].shape == (3, 24, 24) and native_side(str(tmp_path)) == 9
+    with pytest.raises(IndexError):
+        found[12]
 
 
 def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
@@ -151,8 +139,8 @@ def test_test_labels_beyond_the_training_classes_are_refused(tmp_path: Path) -> 
 
 
 def test_fashion_has_its_names(tmp_path: Path) -> None:
-    folder = written(tmp_path / "my-fashion-set", data_form="idx")
-    assert load(str(folder), "train", 16, False).names == idx.FASHION
+    write_idx(tmp_path / "my-fashion-set", classes=10)
+    assert load(str(tmp_path / "my-fashion-set"), "train", 9, False).names == idx.FASHION
     with pytest.raises(ValueError, match="apt-get install dataset-fashion-mnist"):
         load("/nowhere/fashion-mnist", "train", 28, False)
 
@@ -167,11 +155,12 @@ def test_a_validation_part_is_held_out_once_and_for_all() -> None:
 
 
 def test_data_without_val_lose_some_training_images_to_it(tmp_path: Path) -> None:
-    folder = str(written(tmp_path / "d", data_form="idx"))
-    train, val, test = (load(folder, split, 16, False, 0.2) for split in ("train", "val", "test"))
-    assert (len(train), len(val), len(test)) == (16, 4, 20) and set(train.chosen) | set(val.chosen) == set(range(20))
+    for name in ("train", "t10k"):
+        write_idx(tmp_path / "d", 20, name)
+    train, val, test = (load(str(tmp_path / "d"), split, 9, False, 0.2) for split in ("train", "val", "test"))
+    assert (len(train), len(val), len(test)) == (16, 4, 20) and set(train.indices) | set(val.indices) == set(range(20))
     folder = str(written(tmp_path / "e"))
-    assert not isinstance(load(folder, "train", 16, False, 0.2), Part)  # it has a val folder
+    assert not isinstance(load(folder, "train", 16, False, 0.2), Subset)  # it has a val folder
 
 
 @pytest.mark.parametrize("limit", [50, 64, 100])
@@ -182,7 +171,7 @@ def test_a_limit_takes_some_of_every_class(tmp_path: Path, limit: int) -> None:
     for found in (in_turn, by_name):
         counts = Counter(int(item["label"]) for item in found.__getitems__(range(limit)))
         assert len(found) == limit == counts.total() and len(counts) == 10 and max(counts.values()) < limit / 4
-        assert found.chosen == sorted(set(found.chosen))
+        assert found.indices == sorted(set(found.indices))
 
 
 def pair(folder: Path, name: str, values: np.ndarray) -> None:
@@ -207,7 +196,7 @@ def test_masks_of_0_and_255_are_background_and_foreground(tmp_path: Path) -> Non
 
 
 def test_bad_mask_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="which are not there"):
+    with pytest.raises(ValueError, match="which do not exist"):
         load(str(tmp_path), "train", 10, True)
     values = np.arange(64).reshape(8, 8) % 3
     pair(tmp_path, "a", values)
@@ -215,11 +204,11 @@ def test_bad_mask_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a.png holds the class 2, there are 2"):
         load(str(tmp_path), "train", 8, True, 0.0)[0]
     (tmp_path / "classes.txt").write_text("sky\n")
-    with pytest.raises(ValueError, match="2 to 255 classes, one a line, not 1"):
+    with pytest.raises(ValueError, match="2 to 255 classes, one per line, not 1"):
         load(str(tmp_path), "train", 8, True)
     (tmp_path / "classes.txt").unlink()
     Image.new("RGB", (8, 8)).save(tmp_path / "masks" / "a.png")
-    with pytest.raises(ValueError, match=r"one byte a pixel.*kind RGB"):
+    with pytest.raises(ValueError, match=r"one byte per pixel.*mode RGB"):
         load(str(tmp_path), "train", 8, True)
     (tmp_path / "masks" / "a.png").write_bytes(b"broken")
     with pytest.raises(ValueError, match=r"mask .*a.png cannot be read"):
@@ -229,7 +218,7 @@ def test_bad_mask_folders_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path), "train", 8, True)
     pair(tmp_path, "a", np.zeros((8, 8)))
     masks._values.cache_clear()
-    with pytest.raises(ValueError, match="nothing to tell apart"):
+    with pytest.raises(ValueError, match="no class but 0"):
         load(str(tmp_path), "train", 8, True)
 
 
@@ -239,9 +228,10 @@ def test_inputs_are_a_file_a_folder_or_idx_images_in_sorted_order(tmp_path: Path
     assert len(found) == 20 and found.names == sorted(found.names) and found.names[0] == "bars/00009.png"
     one = inputs(folder / found.names[3], 16, False)
     assert len(one) == 1 and torch.equal(one[0]["image"], found[3]["image"])
-    packed = written(tmp_path / "e", data_form="idx") / "t10k-images-idx3-ubyte.gz"
+    write_idx(tmp_path / "e", name="t10k")
+    packed = tmp_path / "e" / "t10k-images-idx3-ubyte.gz"
     assert inputs(packed, 16, False).names[7] == "t10k-images-idx3-ubyte.gz[7]"
-    pairs = written(tmp_path / "f", data_form="masks") / "test"
+    pairs = written(tmp_path / "f", model="unet") / "test"
     assert inputs(pairs, 16, True).names[:2] == ["00000.png", "00001.png"] and len(inputs(pairs, 16, True)) == 20
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no images"):

@@ -7,14 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from engine import trainer_for
 from multi.test_launch import ROOT, environment
 
-from lockstep import use
+from lockstep.commands import test
 from lockstep.distributed import World
 from lockstep.flags import parse
-from lockstep.recipe import find
-from lockstep.run import settle
-from lockstep.trainer import Trainer
+from lockstep.registry import find
 
 GOLDEN = ROOT / "tests/golden/vision.json"
 FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -28,7 +27,7 @@ RUNS = {
 def train(folder: Path, *flags: str) -> list[dict[str, float]]:
     """The lines of metrics.jsonl."""
     request = parse(find("vision"), [*flags, "--device", "cpu", "--no_tensorboard", "--out", str(folder)], "test")
-    Trainer(request, World(), settle(request, World())).fit()
+    trainer_for(request, World()).fit()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -52,7 +51,7 @@ def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
 def test_the_laptop_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = train(tmp_path / "run", "--preset", "laptop", "--n_steps", "120", "--eval_every", "60")
     assert [line["val/accuracy"] for line in lines if "val/accuracy" in line][-1] > 0.9  # chance is 0.1
-    assert use.test([str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert test.run([str(tmp_path / "run"), "--device", "cpu"]) == 0
     assert json.loads((tmp_path / "run/test/metrics.json").read_text())["accuracy"] > 0.9
     assert "per_class_f1.png" in capsys.readouterr().out
 
@@ -108,7 +107,7 @@ def test_the_example_trains_tests_and_predicts_on_two_ranks(tmp_path: Path) -> N
 @pytest.mark.skipif(not FASHION.is_dir(), reason="apt-get install dataset-fashion-mnist brings the data")
 def test_a_resnet18_passes_90_percent_on_the_real_fashion_mnist(tmp_path: Path) -> None:
     train(tmp_path / "run", "--preset", "fashion")
-    assert use.test([str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert test.run([str(tmp_path / "run"), "--device", "cpu"]) == 0
     assert json.loads((tmp_path / "run/test/metrics.json").read_text())["accuracy"] > 0.9
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lockstep import evaluate
 from lockstep.distributed import World
+from lockstep.evaluate import Evaluator
 from lockstep.flags import parse
+from lockstep.loss import Objective
 from lockstep.precision import choose
-from lockstep.recipe import Objective, find
+from lockstep.recipes.confusion import class_mean, confusion_matrix, per_class
+from lockstep.recipes.pixels import normalise
 from lockstep.recipes.vision import VisionRecipe
-from lockstep.recipes.vision.metrics import by_class, confusion, mean, soft_dice
-from lockstep.recipes.vision.recipe import VisionOptions, normalise, shifted
+from lockstep.recipes.vision.losses import soft_dice
+from lockstep.recipes.vision.recipe import VisionOptions, translate
 from lockstep.recipes.vision.report import palette
+from lockstep.registry import find
 from lockstep.rng import Rng
 
 SIDE = 16
@@ -148,7 +152,7 @@ def test_images_are_normalised_by_imagenet() -> None:
 def test_shifting_moves_pixels_and_fills() -> None:
     picture = torch.arange(2 * 3 * 5 * 5).view(2, 3, 5, 5).to(torch.uint8)
     shift = torch.tensor([[0, 4], [3, 2]])
-    moved = shifted(picture, shift, 2, 99)
+    moved = translate(picture, shift, 2, 99)
     for i in range(2):
         for row in range(5):
             for column in range(5):
@@ -161,7 +165,7 @@ def test_a_mask_is_varied_with_its_image() -> None:
     """The mask as the image: whatever happens to one happens to the other."""
     mine, indices = recipe(model="unet", crop=3), list(range(24))
     mask = collate(mine, indices)["mask"]
-    image, varied = mine.vary(mask[:, None].expand(-1, 3, -1, -1), mask, keys(indices))
+    image, varied = mine.flip_and_shift(mask[:, None].expand(-1, 3, -1, -1), mask, keys(indices))
     known = varied != 255
     assert torch.equal(image[:, 0][known], varied[known]) and (image[:, 0][~known] == 0).all()
     assert (~known).any() and not torch.equal(varied, mask)
@@ -169,21 +173,21 @@ def test_a_mask_is_varied_with_its_image() -> None:
     assert 0 < int(flips.sum()) < 24
     alone = recipe(model="unet", crop=0)
     expected = torch.stack([m.flip(1) if f else m for m, f in zip(mask, flips, strict=True)])
-    assert torch.equal(alone.vary(mask[:, None].expand(-1, 3, -1, -1), mask, keys(indices))[1], expected)
+    assert torch.equal(alone.flip_and_shift(mask[:, None].expand(-1, 3, -1, -1), mask, keys(indices))[1], expected)
 
 
 def test_variation_is_of_the_sample_and_of_training_alone() -> None:
     mine = recipe()
     batch = collate(mine, [4, 9, 30])
-    whole = mine.vary(batch["image"], batch["label"], keys([4, 9, 30]))[0]
-    part = mine.vary(batch["image"][1:2], batch["label"][1:2], keys([9]))[0]
+    whole = mine.flip_and_shift(batch["image"], batch["label"], keys([4, 9, 30]))[0]
+    part = mine.flip_and_shift(batch["image"][1:2], batch["label"][1:2], keys([9]))[0]
     assert torch.equal(whole[1:2], part)
-    assert not torch.equal(whole, mine.vary(batch["image"], batch["label"], keys([4, 9, 30], epoch=1))[0])
+    assert not torch.equal(whole, mine.flip_and_shift(batch["image"], batch["label"], keys([4, 9, 30], epoch=1))[0])
     model = Answers(torch.zeros(3, 10)).eval()
     mine.loss(model, batch, keys([4, 9, 30]))
     assert torch.equal(model.seen, normalise(batch["image"]))
     still = recipe(flip=False, crop=0)
-    assert torch.equal(still.vary(batch["image"], batch["label"], keys([4, 9, 30]))[0], batch["image"])
+    assert torch.equal(still.flip_and_shift(batch["image"], batch["label"], keys([4, 9, 30]))[0], batch["image"])
 
 
 @pytest.mark.parametrize("model", ["vit_s", "unet"])
@@ -207,7 +211,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(model: str) -> None:
 @pytest.mark.parametrize("model", ["resnet18", "unet"])
 def test_the_objective_compiles_as_one_graph(model: str) -> None:
     mine, indices = recipe(model=model), [1, 2, 3, 4]
-    objective = Objective(mine, mine.model().eval(), seed=5)
+    objective = Objective(mine.loss, mine.model().eval(), seed=5)
     objective.model.training = True  # variation on, norms as they are
     batch, index = collate(mine, indices), torch.tensor(indices)
     torch.compiler.reset()
@@ -234,15 +238,15 @@ def test_macro_f1_iou_and_confusion_are_those_of_brute_force() -> None:
     generator = np.random.default_rng(1)
     truth, prediction = generator.integers(0, 5, 300), generator.integers(0, 5, 300)
     truth[truth == 3], prediction[prediction == 3] = 1, 2  # class 3 is nowhere, class 5 neither
-    matrix = confusion(torch.tensor(prediction), torch.tensor(truth), 6)
+    matrix = confusion_matrix(torch.tensor(prediction), torch.tensor(truth), 6)
     assert matrix.dtype == torch.int64 and int(matrix.sum()) == 300
     for t in range(6):
         for p in range(6):
             assert int(matrix[t, p]) == int(((truth == t) & (prediction == p)).sum())
     expected = brute_f1(truth.tolist(), prediction.tolist(), 6)
-    values = by_class(matrix)
+    values = per_class(matrix)
     assert values.f1.tolist() == pytest.approx(expected, nan_ok=True)
-    assert mean(values.f1) == pytest.approx(np.nanmean(expected))
+    assert class_mean(values.f1) == pytest.approx(np.nanmean(expected))
     iou = [f / (2 - f) for f in expected]
     assert values.iou.tolist() == pytest.approx(iou, nan_ok=True)
 
@@ -251,18 +255,18 @@ def test_macro_f1_agrees_with_torchmetrics() -> None:
     functional = pytest.importorskip("torchmetrics.functional.classification")
     generator = torch.Generator().manual_seed(0)
     truth, prediction = torch.randint(0, 5, (2, 400), generator=generator)
-    matrix = confusion(prediction, truth, 5)
-    assert mean(by_class(matrix).f1) == pytest.approx(
+    matrix = confusion_matrix(prediction, truth, 5)
+    assert class_mean(per_class(matrix).f1) == pytest.approx(
         float(functional.multiclass_f1_score(prediction, truth, 5, average="macro"))
     )
-    assert mean(by_class(matrix).iou) == pytest.approx(
+    assert class_mean(per_class(matrix).iou) == pytest.approx(
         float(functional.multiclass_jaccard_index(prediction, truth, 5, average="macro"))
     )
 
 
 def test_pixels_without_a_label_are_in_no_matrix() -> None:
     truth = torch.tensor([[0, 255], [1, 255]], dtype=torch.uint8)
-    assert confusion(torch.tensor([[0, 1], [0, 0]]), truth, 2).tolist() == [[1, 0], [1, 0]]
+    assert confusion_matrix(torch.tensor([[0, 1], [0, 0]]), truth, 2).tolist() == [[1, 0], [1, 0]]
 
 
 @pytest.mark.parametrize("model", ["resnet18", "unet"])
@@ -271,7 +275,7 @@ def test_evaluation_does_not_depend_on_the_batch(model: str) -> None:
     torch.manual_seed(0)
     network, world = mine.model(), World()
     results = [
-        evaluate.evaluate(mine, network, mine.dataset("test"), world, size, torch.no_grad(), 0) for size in (40, 7)
+        Evaluator(mine, network, world, nullcontext(), 0).evaluate(mine.dataset("test"), size) for size in (40, 7)
     ]
     assert torch.equal(results[0][1]["confusion"], results[1][1]["confusion"])
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
@@ -289,8 +293,8 @@ def write_inputs(folder: Path, count: int = 11) -> Path:
 
 
 def predicted(mine: VisionRecipe, network: nn.Module, folder: Path, size: int, out: Path) -> list[list[str]]:
-    data = mine.inputs(folder)
-    made = evaluate.predict(mine, network, data, World(), size, torch.no_grad())
+    data = mine.predict_dataset(folder)
+    made = Evaluator(mine, network, World(), nullcontext(), 0).predict(data, size)
     out.mkdir()
     best, *_ = mine.save_predictions(made, data, out)
     return list(csv.reader(best.read_text().splitlines()))
@@ -308,7 +312,7 @@ def test_predictions_keep_the_order_of_the_input(tmp_path: Path) -> None:
         assert [row[:2] for row in rows] == [row[:2] for row in tables[0][1:]]
         assert [float(row[2]) for row in rows] == pytest.approx([float(row[2]) for row in tables[0][1:]], abs=2e-6)
     for name, label, probability in tables[0][1:]:
-        alone = network(normalise(mine.inputs(folder / name)[0]["image"][None])).softmax(1)[0]
+        alone = network(normalise(mine.predict_dataset(folder / name)[0]["image"][None])).softmax(1)[0]
         assert label == mine.names[int(alone.argmax())] and float(probability) == pytest.approx(
             float(alone.max()), abs=2e-6
         )
@@ -339,9 +343,8 @@ def test_a_test_writes_tables_and_plots(tmp_path: Path, model: str) -> None:
     pytest.importorskip("matplotlib")
     mine = recipe(model=model)
     torch.manual_seed(0)
-    values, sums = evaluate.evaluate(
-        mine, mine.model(), mine.dataset("test"), World(), 16, torch.no_grad(), 0, of_batch=mine.test_batch
-    )
+    evaluator = Evaluator(mine, mine.model(), World(), nullcontext(), 0)
+    values, sums = evaluator.evaluate(mine.dataset("test"), 16, testing=True)
     made = mine.save_test(sums, values, tmp_path)
     assert all(path.stat().st_size for path in made) and not list(tmp_path.glob(".*"))
     table = list(csv.DictReader((tmp_path / "per_class.csv").read_text().splitlines()))
@@ -363,6 +366,8 @@ def test_the_guides_config_is_understood(tmp_path: Path) -> None:
     request = parse(VisionRecipe, ["--config", str(config)], "test")
     assert request.train.hardware.distributed and request.options.log_level == "INFO"
     assert request.train.data.gradient_accumulation_steps == 0
+    config.write_text("input: images\ndata_form: auto\n")  # options of older versions
+    assert not hasattr(parse(VisionRecipe, ["--config", str(config)], "test").options, "input")
     config.write_text("ddp:\n  enabled: true\n  loglevel: INFO\n")
     with pytest.raises(ValueError, match=r"there is no setting 'ddp.loglevel'"):
         parse(VisionRecipe, ["--config", str(config)], "test")
@@ -413,7 +418,7 @@ def test_a_run_keeps_its_classes_and_other_data_are_refused() -> None:
 
 def test_the_model_is_described_with_its_operations() -> None:
     words = recipe(width=64, img_size=32).describe_model(nn.Identity())
-    assert words == "resnet18, small stem, 32 px, 10 classes, 1.11 GFLOPs an image"
+    assert words == "resnet18, small stem, 32 px, 10 classes, 1.11 GFLOPs per image"
     assert "patches of 2" in recipe(model="vit_s").describe_model(nn.Identity())
     assert recipe(model="unet").describe_model(nn.Identity()).startswith("unet, width 2, 16 px, 11 classes")
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...parallel import share_batch_norm
+from ...parallel import sync_batch_norm
 from ..patch import Arguments, Function, Patches
 from ..recorder import Recorder
 from ..source import foreign
@@ -214,5 +214,5 @@ def _save_now(saver: ModuleType, original: Function, state_dict: Any, **kwargs: 
 
 def _sync_batchnorm(original: Function, cls: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
     parent = nn.Sequential(module)
-    share_batch_norm(parent)
+    sync_batch_norm(parent)
     return parent[0]

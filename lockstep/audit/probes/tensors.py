@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...watch.ledger import GAMMA, mixed
+from ...hashing import GOLDEN_GAMMA, mix_array
 from ..recorder import packed
 
 Words = NDArray[np.uint64]
@@ -115,7 +115,7 @@ def _hash_whole(rows: NDArray[Any], chosen: Positions | None) -> Words:
         np.not_equal(flat[1:], flat[:-1], out=new[1:])
         new[begins] = True
         positions = np.flatnonzero(new)
-        mixes = mixed(flat[positions] + (positions % words.shape[1]).astype(np.uint64) * GAMMA)
+        mixes = mix_array(flat[positions] + (positions % words.shape[1]).astype(np.uint64) * np.uint64(GOLDEN_GAMMA))
         found[i : i + step] = np.add.reduceat(mixes, np.searchsorted(positions, begins))
     return found
 
@@ -139,9 +139,9 @@ def _spread(count: int, runs: int) -> Positions:
 
 def _sums(words: Words) -> Words:
     """A hash of each row of words. They are mixed one by one, so that two signs that change together are detected."""
-    return mixed(words + _offsets(words.shape[1])).sum(1)
+    return mix_array(words + _offsets(words.shape[1])).sum(1)
 
 
 @lru_cache(maxsize=64)
 def _offsets(count: int) -> Words:
-    return np.arange(count, dtype=np.uint64) * GAMMA
+    return np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA)

@@ -1,7 +1,7 @@
-"""Where the images come from: a folder with one sub-folder a class, or the embedded shapes; decoded once, if wanted.
+"""Labelled images of a folder with one sub-folder per class, or the embedded shapes; decoded once with a cache.
 
-Images are decoded when they are asked for, in the loader's processes. `cached` keeps what was decoded in a
-memory-mapped file that all ranks and loaders share.
+Images are decoded on access, in the loader's processes. `cached` stores decoded images in a memory-mapped file that all
+ranks and loaders share.
 """
 
 import hashlib
@@ -18,45 +18,45 @@ from ...recipe import Split
 from .. import images
 from ..images import FolderImages, Images
 
-_WRITTEN: dict[Split, int] = {"train": 640, "val": 100}
-"""Images of the embedded set that are written out: enough for eight ranks of 64."""
+_EMBEDDED: dict[Split, int] = {"train": 640, "val": 100}
+"""Images of the embedded set that `lockstep data` writes: enough for eight ranks of 64."""
 
 
 def load(path: str | None, split: Split, side: int, cache: str | None = None) -> Images | None:
-    """The images of one split, `side` pixels high and wide; None where the data have no such split.
+    """Return the images of one split, `side` pixels high and wide; None where the data have no such split.
 
-    `path` is the folder of training images (then `val` and `test` may lie beside it) or the one that holds `train`.
+    `path` is the folder of training images (with `val` and `test` beside it) or the one that contains `train`.
     """
     if path is not None and not Path(path).expanduser().exists():
-        raise ValueError(f"data_path {path} is not there; correct it, or write one: lockstep data jit {_above(path)}")
-    found = images.load(_whole(path), split, side)
+        raise ValueError(f"data_path {path} is missing; correct it, or write one: lockstep data jit {_data_root(path)}")
+    found = images.load(_split_root(path), split, side)
     return cached(found, Path(cache).expanduser()) if cache and isinstance(found, FolderImages) else found
 
 
-def _above(path: str) -> str:
-    """What to give to `lockstep data` for `path` to be there."""
+def _data_root(path: str) -> str:
+    """Return the folder to give to `lockstep data` so that `path` exists afterwards."""
     return str(Path(path).parent) if Path(path).name == "train" else path
 
 
-def _whole(path: str | None) -> str | None:
-    """The folder of all splits, where `path` is that of the training images and others lie beside it."""
+def _split_root(path: str | None) -> str | None:
+    """Return the parent of `path` if that is `train` with other splits beside it, else `path`."""
     if path is None:
         return None
     folder = Path(path).expanduser().resolve()
-    beside = any((folder.parent / name).is_dir() for name in ("val", "test"))
-    return str(folder.parent) if folder.name == "train" and beside and not (folder / "train").is_dir() else path
+    has_others = any((folder.parent / name).is_dir() for name in ("val", "test"))
+    return str(folder.parent) if folder.name == "train" and has_others and not (folder / "train").is_dir() else path
 
 
 def write_shapes(folder: Path, side: int) -> str:
-    """The embedded shapes as image files: folder/train/<class>/*.png, and the same under val."""
-    return f"{images.write_folder(folder, _WRITTEN, side)}; use --data_path {folder}/train"
+    """Write the embedded shapes as folder/train/<class>/*.png, and the same under val."""
+    return f"{images.write_folder(folder, _EMBEDDED, side)}; use --data_path {folder}/train"
 
 
 class CachedImages:
-    """Decoded images in one file: a checksum for each, then the pixels of each. Who decodes an image first keeps it.
+    """Decoded images in one file: all checksums, then all pixels. The process that first decodes an image stores it.
 
-    Several processes may write the same image at once: they write the same bytes. A checksum that does not fit, be it
-    that of an image that nobody has decoded yet, or of one half written by a process that died, means: decode it.
+    Several processes may write the same image at once: they write the same bytes. An image whose checksum does not
+    match, because it was never decoded or was half written by a process that died, is decoded again.
     """
 
     def __init__(self, source: FolderImages, file: Path):
@@ -82,12 +82,12 @@ class CachedImages:
 
 
 def _checksum(pixels: NDArray[np.uint8]) -> int:
-    """Never 0, which is what an entry nobody has written holds."""
+    """Never 0, the checksum of an entry that was never written."""
     return zlib.crc32(pixels.data) | 1
 
 
 def cached(source: FolderImages, folder: Path) -> CachedImages:
-    """The same images by way of a file in `folder`, named after what is in it: files changed since make another."""
+    """Return the same images with a cache in `folder`, named by a hash of the files' paths, sizes and times."""
     digest = hashlib.sha256(str(source.side).encode())
     for path, _ in source.files:
         state = path.stat()
@@ -98,8 +98,8 @@ def cached(source: FolderImages, folder: Path) -> CachedImages:
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()
         with file.open("r+b") as opened:
-            opened.truncate(size)  # every rank does this: a file that has its size already stays as it is
-            if hasattr(os, "posix_fallocate"):  # a full disk is found now; later it would be a bus error
+            opened.truncate(size)  # on every rank: it does not change a file that has its size already
+            if hasattr(os, "posix_fallocate"):  # a full disk fails here and not later with a bus error
                 os.posix_fallocate(opened.fileno(), 0, size)
     except OSError as error:
         raise ValueError(

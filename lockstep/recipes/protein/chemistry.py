@@ -1,8 +1,7 @@
 """What side chains are made of: fragments, torsions, and the ideal geometry to build them from.
 
 A side chain is a short sequence of rigid fragments, and a residue is six tokens: `begin`, which stands for the residue
-itself, and five slots. The fragments fill the slots from the front, `end` comes behind the last one (a side chain of
-five needs none), and what is left over is `pad`.
+itself, and five slots. The slots hold the fragments, then `end` (unless there are five fragments), then `pad`.
 """
 
 from typing import NamedTuple
@@ -78,11 +77,11 @@ CHI_ATOMS: dict[str, tuple[str, ...]] = {
 }
 """A path along the side chain: chi k is the torsion of the four atoms from the k-th on."""
 SYMMETRIC = {("ASP", 1), ("GLU", 2), ("PHE", 1), ("TYR", 1)}
-"""Residue and number (from 0) of torsions that half a turn does not change: the two ends have the same atoms."""
+"""Residue and number (from 0) of torsions that are symmetric under half a turn: both ends have the same atoms."""
 
 
 class Atom(NamedTuple):
-    """Where an atom goes: `length` from the last of three placed atoms, under `angle`, turned by a torsion (degrees).
+    """How to place an atom: `length` from the last of three placed atoms, with a bond angle and a torsion (degrees).
 
     The torsion is `turn`, or chi number `chi` (from 0) plus `turn`.
     """
@@ -93,10 +92,6 @@ class Atom(NamedTuple):
     angle: float
     turn: float = 0.0
     chi: int | None = None
-
-    @property
-    def element(self) -> str:
-        return self.name[0]
 
 
 def _chi(path: str, length: float, angle: float, chi: int, turn: float = 0.0) -> Atom:
@@ -111,7 +106,7 @@ def _fixed(path: str, length: float, angle: float, turn: float) -> Atom:
 
 
 def _six_ring(side: float, angle: float, last: float) -> list[Atom]:
-    """The rest of a phenyl ring behind CB and CG."""
+    """The atoms of a phenyl ring after CB and CG."""
     return [
         _chi("CA CB CG CD1", side, angle, 1),
         _chi("CA CB CG CD2", side, angle, 1, 180.0),
@@ -215,7 +210,7 @@ SIDE_CHAINS: dict[str, list[Atom]] = {
 
 
 def slot_table() -> Tensor:
-    """(21, 5) int64: what the slots of each kind of residue hold; nothing is known of the last kind."""
+    """(21, 5) int64: the tokens in the slots of each kind of residue; all `pad` for the unknown kind."""
     rows = []
     for name in RESIDUES:
         tokens = [TOKENS.index(fragment) for fragment in FRAGMENTS[name]] + [END]
@@ -230,6 +225,6 @@ def torsion_table() -> Tensor:
 
 
 def symmetry_table() -> Tensor:
-    """(21, 4) bool: which of them half a turn does not change."""
+    """(21, 4) bool: which of them are symmetric under half a turn."""
     rows = [[(name, k) in SYMMETRIC for k in range(TORSIONS)] for name in RESIDUES]
     return torch.tensor([*rows, [False] * TORSIONS])

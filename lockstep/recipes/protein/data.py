@@ -1,10 +1,10 @@
-"""Where the chains come from: built peptides, or a folder of PDB and mmCIF files.
+"""Data sets of chains: embedded peptides, or a folder of PDB and mmCIF files.
 
     load(None, None, "train", ...)               # the embedded peptides
     load("data/pdb", "data/cache", "val", ...)   # files whose names hash to the validation set
 
-Items are dicts of tensors, one entry a residue; see `chain.py`. Which files are for training is decided by a hash of
-their names: the same on every rank, on every machine, and whatever else is in the folder.
+Items are dicts of tensors, one entry per residue; see `chain.py`. A hash of a file's name decides its split: the same
+on every rank and machine, whatever else is in the folder.
 """
 
 from pathlib import Path
@@ -16,12 +16,12 @@ from torch import Tensor
 from ...recipe import Split
 from . import structures
 from .chain import Chain, crop
-from .library import Library, share_of, structure_files
+from .library import Library, hash_fraction, structure_files
 from .peptides import peptides
 
 
 class Chains(Protocol):
-    """A set of chains: their lengths, and where they come from in a few words."""
+    """A set of chains: their lengths, and a few words about their source."""
 
     lengths: list[int]
     source: str
@@ -31,7 +31,7 @@ class Chains(Protocol):
     def __getitem__(self, i: int) -> dict[str, Tensor]: ...
 
 
-class Built:
+class EmbeddedPeptides:
     """The embedded peptides."""
 
     def __init__(self, split: Split):
@@ -46,8 +46,8 @@ class Built:
         return self.chains[i].item()
 
 
-class Parsed:
-    """Some chains of a library, read from its cache when asked for."""
+class LibraryChains:
+    """Some chains of a library, read from its cache on access."""
 
     def __init__(self, library: Library, numbers: list[int]):
         self.library, self.numbers = library, numbers
@@ -64,11 +64,11 @@ class Parsed:
         return self.library.load(self.numbers[i])
 
 
-class Middle:
-    """The same chains, of long ones the middle `length` residues: for evaluations, which draw nothing."""
+class CentreCropped:
+    """The same chains, long ones cropped to their middle: for evaluation, which has no randomness."""
 
     def __init__(self, chains: Chains, length: int):
-        self.chains, self.longest, self.source = chains, length, chains.source
+        self.chains, self.max_length, self.source = chains, length, chains.source
         self.lengths = [min(x, length) for x in chains.lengths]
 
     def __len__(self) -> int:
@@ -76,37 +76,39 @@ class Middle:
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         item = self.chains[i]
-        return crop(item, max(0, (len(item["residue"]) - self.longest) // 2), self.longest)
+        return crop(item, max(0, (len(item["residue"]) - self.max_length) // 2), self.max_length)
 
 
 def open_library(pdb_path: str, cache_dir: str | None) -> Library:
     folder = Path(pdb_path).expanduser()
     if not folder.exists():
-        raise ValueError(f"pdb_path {pdb_path} is not there; `lockstep data protein {pdb_path}` writes peptides to it")
+        raise ValueError(
+            f"pdb_path {pdb_path} does not exist; `lockstep data protein {pdb_path}` writes peptides to it"
+        )
     near = folder if folder.is_dir() else folder.parent
     return Library(folder, Path(cache_dir).expanduser() if cache_dir else near / ".lockstep")
 
 
-def of_library(library: Library, split: Split, val: float, test: float) -> Parsed | None:
-    """The chains of one split, or None if no name falls into it; the shares of files are `val` and `test`."""
+def library_split(library: Library, split: Split, val: float, test: float) -> LibraryChains | None:
+    """Return the chains of one split, or None if it has no file; `val` and `test` are fractions of the files."""
     borders = {"test": (0.0, test), "val": (test, test + val), "train": (test + val, 1.0)}
     low, high = borders[split]
-    numbers = [i for i, place in enumerate(library.chains) if low <= share_of(place.file) < high]
+    numbers = [i for i, chain in enumerate(library.chains) if low <= hash_fraction(chain.file) < high]
     if split == "train" and not numbers:
         some = "".join(f"\n  {name}: {why}" for name, why in list(library.skipped.items())[:3])
         if library.chains:
             raise ValueError("all files fall into validation and test by their names; lower --val_share, --test_share")
         raise ValueError(f"no file in {library.folder} holds a protein chain:{some}")
-    return Parsed(library, numbers) if numbers else None
+    return LibraryChains(library, numbers) if numbers else None
 
 
 class Inputs:
-    """The chains of files that a user wants predicted, whole, in the order of the files' names."""
+    """The chains of the files to predict, not cropped, in the order of the files' names."""
 
     def __init__(self, path: Path):
         self.chains: list[Chain] = []
         self.files: list[str] = []
-        """Of each chain the file it is from."""
+        """The file of each chain."""
         self.skipped: dict[str, str] = {}
         structures.gemmi()
         for name, file in structure_files(path).items():
@@ -130,5 +132,5 @@ class Inputs:
 
 
 def lengths_of(dataset: Chains, longest: int) -> list[float]:
-    """What each chain costs: its residues, as many as are used at once."""
+    """Return the cost of each chain: its residues after cropping."""
     return torch.tensor(dataset.lengths).clamp(max=longest).tolist()

@@ -1,14 +1,14 @@
-"""Angles and places in space: torsions, local frames, atoms from bond lengths and angles, circular bins.
+"""Geometry in space: torsions, local frames, atoms from bond lengths and angles, circular bins.
 
-Points are (..., 3); angles are radians unless they say degrees. Sums of products are written out, not as matrix
-products, which mixed precision would compute in half.
+Points are (..., 3); angles are radians unless named degrees. Sums of products are written out and not as matrix
+products, which autocast would compute in half precision.
 """
 
 import torch
 from torch import Tensor
 
 BINS = 72
-"""Of a full turn; 5 degrees each, the first from −180 on."""
+"""Of a full turn; 5 degrees each, the first begins at −180."""
 _SMALL = 1e-12
 
 
@@ -17,7 +17,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def unit(v: Tensor) -> Tensor:
-    """The direction of a vector; of none, the null vector."""
+    """The direction of a vector; 0 for the null vector."""
     return v / dot(v, v).clamp(min=_SMALL).sqrt()[..., None]
 
 
@@ -33,7 +33,7 @@ def torsion(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     return torch.atan2(length * dot(first, across), dot(cross(first, axis), across))
 
 
-def place(a: Tensor, b: Tensor, c: Tensor, length: float, angle: Tensor | float, turn: Tensor | float) -> Tensor:
+def place_atom(a: Tensor, b: Tensor, c: Tensor, length: float, angle: Tensor | float, turn: Tensor | float) -> Tensor:
     """The point at `length` from c, under `angle` with b, such that a, b, c and it have the torsion `turn`."""
     angle, turn = (torch.as_tensor(x, dtype=c.dtype, device=c.device)[..., None] for x in (angle, turn))
     axis = unit(c - b)
@@ -43,7 +43,7 @@ def place(a: Tensor, b: Tensor, c: Tensor, length: float, angle: Tensor | float,
 
 
 def frames(n: Tensor, ca: Tensor, c: Tensor) -> Tensor:
-    """(..., 3, 3): three axes, as rows, that turn with the residue; null where they are not determined."""
+    """(..., 3, 3): the axes of the residue's local frame as rows; 0 where they are not determined."""
     first = unit(c - ca)
     second = unit((n - ca) - dot(n - ca, first)[..., None] * first)
     return torch.stack([first, second, cross(first, second)], dim=-2)
@@ -55,9 +55,9 @@ def wrapped(degrees: Tensor, period: Tensor | float = 360.0) -> Tensor:
 
 
 def to_bins(degrees: Tensor, symmetric: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The two bins whose centres are nearest to an angle, on the circle, and the second one's share of it.
+    """The two bins whose centres are nearest to an angle, on the circle, and the second one's weight.
 
-    A symmetric torsion is taken modulo 180 degrees: it uses the first half of the bins, closed to a circle.
+    A symmetric torsion counts modulo 180 degrees: it uses the first half of the bins, closed to a circle.
     """
     bins = torch.where(symmetric, BINS // 2, BINS)
     position = torch.remainder(degrees + 180.0, 360.0) * (BINS / 360.0) - 0.5
@@ -72,7 +72,7 @@ def bin_centres(like: Tensor) -> Tensor:
 
 
 def from_bins(probability: Tensor, symmetric: Tensor) -> Tensor:
-    """(..., 72) to degrees: the likeliest bin, moved towards the likelier of its two neighbours on the circle."""
+    """(..., 72) to degrees: the most likely bin, moved towards the more likely of its two neighbours."""
     half = probability[..., : BINS // 2] + probability[..., BINS // 2 :]
     return torch.where(symmetric, _peak(half, 180.0), _peak(probability, 360.0))
 
@@ -86,7 +86,7 @@ def _peak(probability: Tensor, period: float) -> Tensor:
 
 
 def within(probability: Tensor, degrees: Tensor, symmetric: Tensor, limit: float = 20.0) -> Tensor:
-    """How much of the probability (..., 72) lies within `limit` of an angle (...)."""
+    """Return the probability (..., 72) within `limit` degrees of an angle (...)."""
     period = torch.where(symmetric, 180.0, 360.0)[..., None]
     near = wrapped(bin_centres(probability) - degrees[..., None], period).abs() <= limit
     return (probability * near).sum(-1)

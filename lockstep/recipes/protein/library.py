@@ -1,21 +1,19 @@
 """A folder of structure files, parsed once.
 
     found = Library(Path("data/pdb"), Path("data/cache"))
-    found.chains                                 # of each chain its file, its number there and its length
+    found.chains                                 # file, number in the file and length of each chain
     found.load(7)                                # the item of chain 7
-    found.skipped                                # files without a usable chain, and why
+    found.skipped                                # files without a usable chain, and the reason
 
-The cache holds, in a folder of its own, one safetensors file for each structure, named by the hash of its content, and
-an index that knows by path, size and time of change which one belongs to a file: a second start opens no structure at
-all. Everything is written beside under a name of its own and renamed, so any number of processes may start at once; as
-each begins at another file, they share the work.
+The cache holds one safetensors file per structure, named by the hash of its content, and an index by path, size and
+time of change: a second start opens no structure. Files are written under a temporary name and renamed, so any
+number of processes may start at once; as each begins at another file, they share the work.
 """
 
 import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,13 +21,14 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from ...files import replacing, write_text
 from . import structures
 from .chain import ITEM
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the index knows of one file."""
+    """The index entry of one file."""
 
     size: int
     changed: int
@@ -39,12 +38,12 @@ class Entry:
     lengths: tuple[int, ...] = ()
     """Residues of each chain."""
     why: str = ""
-    """The reason why there is no chain."""
+    """The reason if there is no chain."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a chain is."""
+class ChainRef:
+    """The position of a chain in the library."""
 
     file: str
     """Relative to the folder."""
@@ -71,13 +70,13 @@ class Library:
             raise ValueError(f"cache_dir {cache} cannot be used: {error.strerror}; give another --cache_dir") from None
         self.skipped = {name: entry.why for name, entry in self.entries.items() if entry.why}
         self.chains = [
-            Place(name, k, length)
+            ChainRef(name, k, length)
             for name, entry in sorted(self.entries.items())
             for k, length in enumerate(entry.lengths)
         ]
 
     def _update(self, files: dict[str, Path]) -> dict[str, Entry]:
-        """The index, with whatever is new parsed."""
+        """Return the index, after parsing what is new."""
         where = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
         index = self.cache / f"index-{where}.json"
         self.list_of_skipped = self.cache / f"skipped-{where}.txt"
@@ -85,19 +84,19 @@ class Library:
         entries = {name: entry for name, entry in known.items() if name in files and self._holds(files[name], entry)}
         missing = sorted(files.keys() - entries.keys())
         if missing:
-            structures.gemmi()  # without it every file would look broken
-        first = uuid.uuid4().int % len(missing) if missing else 0  # each process begins elsewhere
+            structures.gemmi()  # without it every file would look damaged
+        first = uuid.uuid4().int % len(missing) if missing else 0  # each process begins at another file
         for name in missing[first:] + missing[:first]:
             entries[name] = self._parse(files[name])
         if entries != known:
             text = json.dumps({name: asdict(entries[name]) for name in sorted(entries)}, indent=0)
-            _write_beside(index, lambda path: path.write_text(text))
+            write_text(index, text)
             skipped = "".join(f"{name}: {entry.why}\n" for name, entry in sorted(entries.items()) if entry.why)
-            _write_beside(self.list_of_skipped, lambda path: path.write_text(skipped))
+            write_text(self.list_of_skipped, skipped)
         return entries
 
     def _holds(self, file: Path, entry: Entry) -> bool:
-        """Whether the index still speaks of this very file, and the cache has what it says."""
+        """Return whether the entry is up to date and the parsed file exists."""
         stat = file.stat()
         same = (stat.st_size, stat.st_mtime_ns) == (entry.size, entry.changed)
         return same and (bool(entry.why) or self._parsed(entry.content).is_file())
@@ -122,47 +121,48 @@ class Library:
         tensors = {f"{k}.{name}": getattr(c, name).contiguous() for k, c in enumerate(chains) for name in ITEM}
         lengths = tuple(len(chain) for chain in chains)
         listed = {"lengths": json.dumps(lengths)}
-        _write_beside(parsed, lambda path: safetensors.torch.save_file(tensors, path, listed))
+        with replacing(parsed) as temporary:
+            safetensors.torch.save_file(tensors, temporary, listed)
         return Entry(*stamp, lengths)
 
     def load(self, i: int) -> dict[str, Tensor]:
         """The item of chain i."""
-        place = self.chains[i]
-        parsed = self._parsed(self.entries[place.file].content)
+        chain = self.chains[i]
+        parsed = self._parsed(self.entries[chain.file].content)
         try:
-            return _load(parsed, place.number)
+            return _load(parsed, chain.number)
         except (OSError, safetensors.SafetensorError):
-            parsed.unlink(missing_ok=True)  # damaged or gone: make it again
-            entry = self._parse(self.folder / place.file if self.folder.is_dir() else self.folder)
-            if len(entry.lengths) <= place.number:
-                raise ValueError(f"{place.file} has changed while it was used: {entry.why}; start again") from None
-            return _load(parsed, place.number)
+            parsed.unlink(missing_ok=True)  # damaged or deleted: parse it again
+            entry = self._parse(self.folder / chain.file if self.folder.is_dir() else self.folder)
+            if len(entry.lengths) <= chain.number:
+                raise ValueError(f"{chain.file} has changed while it was used: {entry.why}; restart the run") from None
+            return _load(parsed, chain.number)
 
 
 def structure_files(folder: Path) -> dict[str, Path]:
-    """PDB and mmCIF files at any depth by relative path; what begins with a dot is not a user's. Or one file."""
+    """Return PDB and mmCIF files by relative path: those in the folder and below but hidden ones, or a single file."""
     if folder.is_file():
         return {folder.name: folder} if folder.name.lower().endswith(structures.ENDINGS) else {}
     found = {}
-    for place, inner, names in os.walk(folder, followlinks=True):
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in names:
             if name.lower().endswith(structures.ENDINGS) and not name.startswith("."):
-                path = Path(place, name)
+                path = Path(parent, name)
                 found[path.relative_to(folder).as_posix()] = path
     return dict(sorted(found.items()))
 
 
 def plain_name(file: str) -> str:
-    """A file's name without folder and endings: `pdb/ab/1abc.cif.gz` is 1abc."""
+    """Return a file's name without folder and endings: 1abc of `pdb/ab/1abc.cif.gz`."""
     name = Path(file).name
     for ending in (".gz", ".pdb", ".ent", ".cif"):
         name = name[: -len(ending)] if name.lower().endswith(ending) else name
     return name
 
 
-def share_of(file: str) -> float:
-    """A number in [0, 1) that follows from the file's plain name alone: by it files go to training or to tests."""
+def hash_fraction(file: str) -> float:
+    """Return a number in [0, 1) that depends on the file's plain name alone; it decides the split."""
     digest = hashlib.sha256(plain_name(file).lower().encode()).digest()
     return int.from_bytes(digest[:6], "big") / (1 << 48)
 
@@ -173,7 +173,7 @@ def _load(parsed: Path, number: int) -> dict[str, Tensor]:
 
 
 def _lengths(parsed: Path) -> tuple[int, ...]:
-    """Of the chains in a parsed file; none if there is no such file or it is damaged."""
+    """Return the lengths of the chains in a parsed file; none if it is missing or damaged."""
     try:
         with safetensors.safe_open(parsed, framework="pt") as stored:
             return tuple(json.loads((stored.metadata() or {}).get("lengths", "[]")))
@@ -182,19 +182,9 @@ def _lengths(parsed: Path) -> tuple[int, ...]:
 
 
 def _read_index(path: Path) -> dict[str, Entry]:
-    """What was known at the last start; nothing, if the index is missing or damaged."""
+    """Return the index of the last start; empty if it is missing or damaged."""
     try:
         listed = json.loads(path.read_text())
         return {name: Entry(**{**e, "lengths": tuple(e["lengths"])}) for name, e in listed.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-
-
-def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    """Write under a name that no other process has, then rename: a reader finds all of it or nothing."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        write(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

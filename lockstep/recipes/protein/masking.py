@@ -1,14 +1,14 @@
-"""Which side-chain tokens are hidden from the decoder, and which it is asked for.
+"""Which side-chain tokens are masked, and where the loss is computed.
 
-    hidden = hide(slots, residues, rng, Masking("random", 0.15), draws=512)
-    hidden.shown, hidden.asked                   # (n, L, 5): what the decoder sees; where it has to answer
+    masked = mask_slots(slots, residues, rng, Masking("random", 0.15), draws=512)
+    masked.tokens, masked.loss_mask              # (n, L, 5): the decoder's input; which tokens it has to predict
 
-Masking hides fragments here and there, alone or in blocks along the chain; pad, begin and end are never masked. `end`
-then tells how long a side chain is. So in some samples the whole of it is hidden: the decoder gets nothing but the
-backbone, five masks a residue, and is asked for every fragment and for where each side chain ends. Prediction from a
-bare backbone is learnt there, and only there.
+Fragments are masked one by one or in blocks along the chain; pad, begin and end never are. `end` then gives away the
+length of a side chain. So in some samples all slots are masked: the decoder sees only the backbone and predicts every
+fragment and every `end`. Prediction from a backbone alone is learnt from these samples, and only from them.
 
-All draws are for `draws` residues, however long the batch: what is drawn for a chain does not depend on its company.
+All random numbers are drawn for `draws` residues, however long the batch is: what is drawn for a chain does not depend
+on the other chains of the batch.
 """
 
 from typing import NamedTuple
@@ -24,30 +24,30 @@ class Masking(NamedTuple):
     strategy: str
     ratio: float
     block: int = 8
-    """Fragments of a block."""
-    bare: float = 0.0
-    """Share of samples in which all is hidden."""
+    """Fragments per block."""
+    backbone_only: float = 0.0
+    """Fraction of samples in which all slots are masked."""
 
 
-class Hidden(NamedTuple):
-    shown: Tensor
-    asked: Tensor
+class Masked(NamedTuple):
+    tokens: Tensor
+    loss_mask: Tensor
 
 
-def hide(slots: Tensor, residues: Tensor, rng: Rng, masking: Masking, draws: int) -> Hidden:
-    """slots (n, L, 5) tokens, residues (n, L) bool: which are more than padding."""
+def mask_slots(slots: Tensor, residues: Tensor, rng: Rng, masking: Masking, draws: int) -> Masked:
+    """Mask tokens (n, L, 5); residues (n, L) is False for padding."""
     draws = max(draws, slots.shape[1])
     chosen = (in_blocks if masking.strategy == "block" else at_random)(slots, rng, masking, draws)
-    masked = Hidden(torch.where(chosen, MASK, slots), chosen)
-    if not masking.bare:
-        return masked
-    bare, everything = rng.bernoulli("bare", masking.bare)[:, None, None], hide_all(slots, residues)
-    return Hidden(torch.where(bare, everything.shown, masked.shown), torch.where(bare, everything.asked, masked.asked))
+    some = Masked(torch.where(chosen, MASK, slots), chosen)
+    if not masking.backbone_only:
+        return some
+    bare, every = rng.bernoulli("bare", masking.backbone_only)[:, None, None], mask_all(slots, residues)
+    return Masked(*(torch.where(bare, b, a) for a, b in zip(some, every, strict=True)))
 
 
-def hide_all(slots: Tensor, residues: Tensor) -> Hidden:
-    """Only the backbone is left."""
-    return Hidden(torch.where(residues[..., None], MASK, PAD).expand_as(slots), slots != PAD)
+def mask_all(slots: Tensor, residues: Tensor) -> Masked:
+    """Mask every slot: only the backbone is left."""
+    return Masked(torch.where(residues[..., None], MASK, PAD).expand_as(slots), slots != PAD)
 
 
 def at_random(slots: Tensor, rng: Rng, masking: Masking, draws: int) -> Tensor:
@@ -55,9 +55,9 @@ def at_random(slots: Tensor, rng: Rng, masking: Masking, draws: int) -> Tensor:
 
 
 def in_blocks(slots: Tensor, rng: Rng, masking: Masking, draws: int) -> Tensor:
-    """The chain's fragments in a row, cut into blocks from a random place on; each block is masked or not."""
+    """The fragments of a chain in order, cut into blocks with a random offset; each block is masked or not."""
     fragment = (slots >= SPECIAL).flatten(1)
-    place = fragment.cumsum(1) - 1 + rng.integers("shift", masking.block)[:, None]
-    block = place.clamp(min=0) // masking.block
-    taken = rng.bernoulli("block", masking.ratio, draws * SLOTS // masking.block + 2)
-    return (taken.gather(1, block) & fragment).view_as(slots)
+    position = fragment.cumsum(1) - 1 + rng.integers("shift", masking.block)[:, None]
+    block = position.clamp(min=0) // masking.block
+    masked = rng.bernoulli("block", masking.ratio, draws * SLOTS // masking.block + 2)
+    return (masked.gather(1, block) & fragment).view_as(slots)

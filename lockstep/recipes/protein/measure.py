@@ -1,4 +1,4 @@
-"""What an evaluation counts: hits among fragments, residues and torsions, in whole numbers that add up exactly."""
+"""What an evaluation counts: correct fragments, residues and torsions, as integers, which add up exactly."""
 
 import torch
 from torch import Tensor
@@ -8,45 +8,45 @@ from .chemistry import PAD, RESIDUES, TOKENS, TORSIONS, slot_table
 from .geometry import from_bins, wrapped
 
 NEAR = 20.0
-"""Degrees within which a torsion counts as right."""
-_PARTS = 1000
+"""Degrees within which a torsion counts as correct."""
+UNITS = 1000
 """Errors are added up in thousandths of a degree."""
 
 
 def count_by(kind: Tensor, kinds: int, values: Tensor) -> Tensor:
-    """(kinds,) int64: the sum of whole-number `values` by `kind`."""
+    """(kinds,) int64: the sum of integer `values` by `kind`."""
     total = torch.zeros(kinds, dtype=torch.int64, device=kind.device)
     return total.index_add(0, kind.flatten(), values.to(torch.int64).flatten())
 
 
-def fragment_counts(logits: Tensor, slots: Tensor, asked: Tensor) -> Sums:
-    """By token: how often it was asked for, and how often it was the answer."""
-    right = (logits.argmax(-1) == slots) & asked
+def fragment_counts(logits: Tensor, slots: Tensor, loss_mask: Tensor) -> Sums:
+    """By token: how often it was predicted correctly, and how often it was to be predicted."""
+    right = (logits.argmax(-1) == slots) & loss_mask
     return {
         "fragment hits": count_by(slots, len(TOKENS), right),
-        "fragments": count_by(slots, len(TOKENS), asked),
+        "fragment count": count_by(slots, len(TOKENS), loss_mask),
     }
 
 
 def torsion_counts(logits: Tensor, chi: Tensor, has_chi: Tensor, symmetric: Tensor) -> Sums:
-    """By torsion, chi1 … chi4: how many, their errors, and how many are near."""
+    """By torsion, chi1 … chi4: the sum of errors, how many are correct, and how many there are."""
     error = torsion_error(from_bins(logits.softmax(-1), symmetric), chi, symmetric)
-    thousandths = (error * _PARTS).round().to(torch.int64) * has_chi
+    thousandths = (error * UNITS).round().to(torch.int64) * has_chi
     number = torch.arange(TORSIONS, device=chi.device).expand_as(has_chi)
     return {
         "torsion error": count_by(number, TORSIONS, thousandths),
         "torsion hits": count_by(number, TORSIONS, (error <= NEAR) & has_chi),
-        "torsions": count_by(number, TORSIONS, has_chi),
+        "torsion count": count_by(number, TORSIONS, has_chi),
     }
 
 
 def torsion_error(predicted: Tensor, chi: Tensor, symmetric: Tensor) -> Tensor:
-    """Degrees between two angles, the short way round; half a turn is none for a symmetric one."""
+    """The difference of two angles in degrees, at most 180; for a symmetric torsion modulo half a turn."""
     return wrapped(predicted - chi, torch.where(symmetric, 180.0, 360.0).to(chi.dtype)).abs()
 
 
 def residue_scores(logits: Tensor) -> Tensor:
-    """(n, L, 5, 16) to (n, L, 20): how likely each residue is, as log-probabilities, by what its slots would hold."""
+    """(n, L, 5, 16) to (n, L, 20): log-probabilities of the residues, from those of the tokens in their slots."""
     table = slot_table()[: len(RESIDUES)].to(logits.device)  # (20, 5)
     held = logits.log_softmax(-1).unsqueeze(2).expand(-1, -1, len(RESIDUES), -1, -1)
     index = table.expand(*held.shape[:2], -1, -1)[..., None]
@@ -54,21 +54,14 @@ def residue_scores(logits: Tensor) -> Tensor:
     return each.sum(-1).log_softmax(-1)
 
 
-def confusion(scores: Tensor, residue: Tensor) -> Tensor:
-    """(20, 20) int64: given residues down, predicted ones across; unknown ones are left out."""
-    size = len(RESIDUES)
-    cell = residue.clamp(max=size - 1) * size + scores.argmax(-1)
-    return count_by(cell, size * size, residue < size).view(size, size)
-
-
 def fragment_values(sums: dict[str, Tensor], prefix: str = "") -> dict[str, float]:
-    return {"fragment_accuracy": _ratio(sums[prefix + "fragment hits"], sums[prefix + "fragments"])}
+    return {"fragment_accuracy": _ratio(sums[prefix + "fragment hits"], sums[prefix + "fragment count"])}
 
 
 def torsion_values(sums: dict[str, Tensor], prefix: str = "") -> dict[str, float]:
-    count = sums[prefix + "torsions"]
+    count = sums[prefix + "torsion count"]
     return {
-        "torsion_error": _ratio(sums[prefix + "torsion error"], count) / _PARTS,
+        "torsion_error": _ratio(sums[prefix + "torsion error"], count) / UNITS,
         "torsion_within_20": _ratio(sums[prefix + "torsion hits"], count),
     }
 

@@ -3,14 +3,14 @@
     model = SideChains(Size(256, 3, 3, 8))
     fragments, torsions = model(backbone, present, linked, slots)
 
-    backbone (n, L, 4, 3)   N, CA, C, O in Å         slots     (n, L, 5)      what the decoder sees of the side chains
-    present  (n, L, 4)      atoms that are there     fragments (n, L, 5, 16)  logits of the tokens
-    linked   (n, L)         bonded to the one before torsions  (n, L, 4, 72)  logits of the bins of chi1 … chi4
+    backbone (n, L, 4, 3)   N, CA, C, O in Å         slots     (n, L, 5)      side-chain tokens, some masked
+    present  (n, L, 4)      atoms in the file        fragments (n, L, 5, 16)  logits of the tokens
+    linked   (n, L)         bonded to the previous   torsions  (n, L, 4, 72)  logits of the bins of chi1 … chi4
 
-The encoder passes messages along a graph of nearest CA neighbours. All it sees are distances, torsions and directions
-in the residues' own frames, so a protein may be turned and moved as one likes. The decoder is a transformer over all
-side-chain tokens, six a residue, that also attends to the encoder's residues. A residue without CA is padding: it is
-nobody's neighbour, and nobody attends to it.
+The encoder passes messages along a graph of nearest CA neighbours. Its features are distances, torsions and directions
+in local frames, so the output does not depend on rotation or translation of the protein. The decoder is a transformer
+over all side-chain tokens, six per residue, that also attends to the encoder's residues. A residue without CA is
+padding: it is no neighbour of any residue, and no token attends to it.
 
 Legend: n chains, L residues, T = 6·L tokens, K neighbours, D width, H heads.
 """
@@ -28,7 +28,7 @@ from .chemistry import BACKBONE, BEGIN, PAD, PER_RESIDUE, SLOTS, TOKENS, TORSION
 _RADIAL, _NEAREST, _FARTHEST = 16, 2.0, 22.0
 """Radial basis functions of a distance, and where the first and the last are centred, in Å."""
 _OFFSETS = 32
-"""Residues further apart along the chain look alike."""
+"""Largest offset along the chain that is told apart."""
 _EDGE_FEATURES = len(BACKBONE) ** 2 * _RADIAL + 3 + 9
 _NODE_FEATURES = 9
 _AWAY = 1e6
@@ -45,22 +45,22 @@ class Size(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What the encoder sees of the backbone."""
+    """The encoder's input features."""
 
     nodes: Tensor
-    """(n, L, 9): sine and cosine of phi, psi and omega, and whether there are such."""
+    """(n, L, 9): sine and cosine of phi, psi and omega, and which of them exist."""
     neighbours: Tensor
-    """(n, L, K) which residues."""
+    """(n, L, K) int64: the numbers of the neighbours."""
     real: Tensor
-    """(n, L, K) bool: whether there is such an edge."""
+    """(n, L, K) bool: whether the edge exists."""
     edges: Tensor
     """(n, L, K, features)"""
     offsets: Tensor
-    """(n, L, K) int64: how far along the chain, from 0; the last number is for another stretch of it."""
+    """(n, L, K) int64: offset along the chain, from 0; the last number is for another unbroken segment."""
 
 
 def describe(backbone: Tensor, present: Tensor, linked: Tensor, neighbours: int) -> Geometry:
-    """Everything in it is the same however the protein lies in space."""
+    """Return features that are invariant to rotation and translation."""
     n, length = linked.shape
     residues = present[..., 1]
     alpha = backbone[..., 1, :]
@@ -70,10 +70,10 @@ def describe(backbone: Tensor, present: Tensor, linked: Tensor, neighbours: int)
     real = nearest < _AWAY
     frames = geometry.frames(backbone[..., 0, :], alpha, backbone[..., 2, :])
     frames = frames * present[..., :3].all(-1)[..., None, None]
-    stretch = (~linked).cumsum(1)
-    place = torch.arange(length, device=linked.device).expand(n, -1)
-    offset = (_pick(place, chosen) - place[..., None]).clamp(-_OFFSETS, _OFFSETS) + _OFFSETS
-    offset = torch.where(_pick(stretch, chosen) == stretch[..., None], offset, 2 * _OFFSETS + 1)
+    segment = (~linked).cumsum(1)
+    position = torch.arange(length, device=linked.device).expand(n, -1)
+    offset = (_pick(position, chosen) - position[..., None]).clamp(-_OFFSETS, _OFFSETS) + _OFFSETS
+    offset = torch.where(_pick(segment, chosen) == segment[..., None], offset, 2 * _OFFSETS + 1)
     edges = _edge_features(backbone, present, frames, chosen) * real[..., None]
     return Geometry(_node_features(backbone, present, linked), chosen, real, edges, offset)
 
@@ -86,7 +86,7 @@ def _pick(values: Tensor, chosen: Tensor) -> Tensor:
 
 
 def backbone_torsions(backbone: Tensor, present: Tensor, linked: Tensor) -> tuple[Tensor, Tensor]:
-    """phi, psi and omega (n, L, 3), and which of them there are; none across a break."""
+    """phi, psi and omega (n, L, 3), and which of them exist; none across a chain break."""
     n, ca, c = backbone[..., :3, :].unbind(-2)
     has_n, has_ca, has_c = present[..., :3].unbind(-1)
     bond = linked[:, 1:]
@@ -107,7 +107,7 @@ def _node_features(backbone: Tensor, present: Tensor, linked: Tensor) -> Tensor:
 
 
 def _edge_features(backbone: Tensor, present: Tensor, frames: Tensor, chosen: Tensor) -> Tensor:
-    """(n, L, K, 268): distances between all backbone atoms of the two, where the other lies and how it is turned."""
+    """(n, L, K, 268): distances between all backbone atoms of the two, direction and orientation of the neighbour."""
     other = _pick(backbone, chosen)  # (n, L, K, 4, 3)
     both = present[:, :, None, :, None] & _pick(present, chosen)[..., None, :]  # (n, L, K, 4, 4)
     distance = (backbone[:, :, None, :, None] - other[..., None, :, :]).square().sum(-1).sqrt()
@@ -121,13 +121,13 @@ def _edge_features(backbone: Tensor, present: Tensor, frames: Tensor, chosen: Te
 
 
 class MessageLayer(nn.Module):
-    """Each residue hears from its neighbours, what they are and how they lie, and takes the mean of it."""
+    """Message passing: each residue gets the mean over messages from its neighbours and their edges."""
 
     def __init__(self, size: Size):
         super().__init__()
         width = size.width
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # One map of (own, neighbour, edge) to the message, in three parts: each residue is mapped once, not K times.
+        # One linear map of (own, neighbour, edge), split into three: each residue is mapped once, not K times.
         self.own = nn.Linear(width, width)
         self.neighbour = nn.Linear(width, width, bias=False)
         self.edge = nn.Linear(width, width, bias=False)
@@ -135,12 +135,12 @@ class MessageLayer(nn.Module):
         self.update = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
         self.dropout = nn.Dropout(size.dropout)
 
-    def forward(self, nodes: Tensor, edges: Tensor, seen: Geometry) -> Tensor:
+    def forward(self, nodes: Tensor, edges: Tensor, features: Geometry) -> Tensor:
         x = self.norm1(nodes)
-        heard = F.gelu(self.own(x)[:, :, None] + _pick(self.neighbour(x), seen.neighbours) + self.edge(edges))
-        # The last map is linear: it may come after the mean.
-        count = seen.real.sum(-1, keepdim=True).clamp(min=1)
-        mean = (heard * seen.real[..., None]).sum(2) / count
+        messages = F.gelu(self.own(x)[:, :, None] + _pick(self.neighbour(x), features.neighbours) + self.edge(edges))
+        # The last map is linear, so it may follow the mean.
+        count = features.real.sum(-1, keepdim=True).clamp(min=1)
+        mean = (messages * features.real[..., None]).sum(2) / count
         nodes = nodes + self.dropout(self.message(mean))
         return nodes + self.dropout(self.update(self.norm2(nodes)))
 
@@ -157,16 +157,16 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(size.width)
 
     def forward(self, backbone: Tensor, present: Tensor, linked: Tensor) -> Tensor:
-        seen = describe(backbone, present, linked, self.neighbours)
-        nodes = self.nodes(seen.nodes)
-        edges = self.edge_norm(self.edges(seen.edges) + self.offsets(seen.offsets))
+        features = describe(backbone, present, linked, self.neighbours)
+        nodes = self.nodes(features.nodes)
+        edges = self.edge_norm(self.edges(features.edges) + self.offsets(features.offsets))
         for layer in self.layers:
-            nodes = layer(nodes, edges, seen)
+            nodes = layer(nodes, edges, features)
         return self.norm(nodes)
 
 
 class Attention(nn.Module):
-    """From tokens (n, T, D) to sources (n, S, D); `seen` (n, S) says which of these there are."""
+    """Attention of tokens (n, T, D) to sources (n, S, D); `mask` (n, S) is False for padding."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -175,11 +175,11 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(size.width, 2 * size.width)
         self.out = nn.Linear(size.width, size.width)
 
-    def forward(self, tokens: Tensor, sources: Tensor, seen: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, sources: Tensor, mask: Tensor) -> Tensor:
         q = self.query(tokens).unflatten(2, (self.heads, -1)).transpose(1, 2)
         k, v = self.key_value(sources).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         drop = self.drop if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], dropout_p=drop)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], dropout_p=drop)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -192,15 +192,15 @@ class DecoderLayer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(size.dropout)
 
-    def forward(self, tokens: Tensor, seen: Tensor, residues: Tensor, real: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, token_mask: Tensor, residues: Tensor, residue_mask: Tensor) -> Tensor:
         x = self.norm1(tokens)
-        tokens = tokens + self.dropout(self.among(x, x, seen))
-        tokens = tokens + self.dropout(self.towards(self.norm2(tokens), residues, real))
+        tokens = tokens + self.dropout(self.among(x, x, token_mask))
+        tokens = tokens + self.dropout(self.towards(self.norm2(tokens), residues, residue_mask))
         return tokens + self.dropout(self.mlp(self.norm3(tokens)))
 
 
 def positions(length: int, width: int, like: Tensor) -> Tensor:
-    """(length, width): sines and cosines of the place in the chain."""
+    """(length, width): sines and cosines of the position in the chain."""
     rate = torch.exp(-math.log(_PERIOD) * torch.arange(width // 2, dtype=like.dtype, device=like.device) / (width // 2))
     angle = torch.arange(length, dtype=like.dtype, device=like.device)[:, None] * rate
     return torch.cat([angle.sin(), angle.cos()], dim=1)
@@ -217,15 +217,15 @@ class Decoder(nn.Module):
             nn.init.normal_(embedding.weight, std=0.1)
 
     def forward(self, residues: Tensor, real: Tensor, slots: Tensor) -> Tensor:
-        """(n, L, 6, D), the first of each six for the residue as a whole."""
+        """(n, L, 6, D): the first of each six is the residue, the others are its slots."""
         length, width = residues.shape[1:]
         begin = torch.where(real, BEGIN, PAD)[..., None]
         token = torch.cat([begin, slots], dim=-1)
         placed = residues + positions(length, width, residues)
         tokens = (self.token(token) + self.slot.weight + placed[:, :, None]).flatten(1, 2)
-        seen = (token != PAD).flatten(1)
+        mask = (token != PAD).flatten(1)
         for layer in self.layers:
-            tokens = layer(tokens, seen, placed, real)
+            tokens = layer(tokens, mask, placed, real)
         return self.norm(tokens).unflatten(1, (length, PER_RESIDUE))
 
 

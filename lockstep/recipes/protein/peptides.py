@@ -1,10 +1,10 @@
 """The embedded data set: peptides built from ideal geometry, so that the recipe runs before anything is downloaded.
 
-Peptide i comes from (split, i) alone. It is a row of stretches of helix, strand, polyproline and left-handed turn;
-within a region phi and psi lean to one side or the other of their ideal. Which residue stands where follows from its
-region, the way its phi and psi lean and whether the residue before is in the same region; its side-chain torsions
-follow from the regions of the two and from the lean. One residue in twenty is any of the twenty instead: nobody can
-get all of them right.
+Peptide i follows from (split, i) alone. It is a sequence of segments of helix, strand, polyproline and left-handed
+turn; within a region phi and psi deviate to one side or the other of their ideal. The kind of a residue follows from
+its region, the signs of these deviations and whether the previous residue is in the same region; its side-chain
+torsions follow from the two regions and the deviations. One residue in twenty is of a random kind instead: no model
+can get all of them right.
 
 Legend: n peptides, L residues.
 """
@@ -27,15 +27,15 @@ _PSI = torch.tensor([-43.0, 130.0, 150.0, 43.0], dtype=torch.float64)
 """Helix, strand, polyproline, left-handed."""
 _LEAN, _SPREAD = 10.0, 4.0
 _STAY = (0.85, 0.8, 0.6, 0.35)
-"""How likely the next residue is in the same region."""
+"""Probability that the next residue is in the same region."""
 _NOISE = 0.05
 
 _KINDS = torch.tensor(
     [
         [RESIDUES.index(name) for name in row.split()]
         for row in (
-            # phi and psi lean down; phi down, psi up; phi up, psi down; both up: after a residue of the same region,
-            # and then after one of another.
+            # phi and psi below their ideal; psi above; phi above; both above: after a residue of the same region, and
+            # then after one of another.
             "LEU ALA GLU LYS  MET GLN ARG HIS",
             "VAL ILE TYR PHE  TRP THR CYS VAL",
             "PRO SER ASP THR  PRO LYS SER GLU",
@@ -48,7 +48,7 @@ _PROLINE, _PLANAR = RESIDUES.index("PRO"), [RESIDUES.index(name) for name in ("P
 
 
 def peptides(split: Split, count: int | None = None) -> list[Chain]:
-    """The first `count` peptides of a split, or as many as it has by default."""
+    """Return the first `count` peptides of a split, or all that it has by default."""
     count = SIZES[split] if count is None else count
     index = torch.arange(count)
     rng = Rng.of(_SEEDS[split], torch.zeros_like(index), index)
@@ -73,7 +73,7 @@ def peptides(split: Split, count: int | None = None) -> list[Chain]:
 
 
 def _regions(rng: Rng) -> Tensor:
-    """(n, L): stretches, each residue staying in the region of the one before or going to another."""
+    """(n, L): each residue stays in the region of the previous one or goes to another."""
     stay = torch.tensor(_STAY, dtype=torch.float64)
     coin = rng.uniform("stay", LONGEST, dtype=torch.float64)
     other = rng.integers("region", len(_STAY), LONGEST)
@@ -94,7 +94,7 @@ def _torsions(rng: Rng, residue: Tensor, region: Tensor, before: Tensor, up: Ten
     fourth = torch.full_like(first, 180.0)
     chi = torch.stack([first, second, third, fourth], dim=-1)
     chi = chi + 6 * rng.normal("chi", LONGEST, TORSIONS, dtype=torch.float64)
-    # A ring that is to close bends up or down, and back.
+    # Proline's ring puckers up or down.
     pucker = torch.where(up[..., 0], 28.0, -28.0)
     ring = torch.stack([pucker, -1.3 * pucker, 0 * pucker, 0 * pucker], dim=-1)
     chi = torch.where((residue == _PROLINE)[..., None], ring, chi)

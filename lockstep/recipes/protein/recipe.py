@@ -1,7 +1,7 @@
 """Masked fragment modelling of protein side chains.
 
-Training: of a protein the backbone is given, and of its side chains, as rows of fragments, all but some 15 %. The model
-learns to name the hidden fragments and to tell the side-chain torsions. In use it gets the backbone alone.
+Training: the model sees the backbone of a protein and its side chains as sequences of fragments, of which 15 % are
+masked. It learns to predict the masked fragments and the side-chain torsions. Prediction sees the backbone alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,20 +12,36 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...config import check
+from ...recipe import (
+    Augments,
+    Batch,
+    Describes,
+    EmbedsData,
+    Loss,
+    Predicts,
+    Recipe,
+    SeveralTerms,
+    Split,
+    Sums,
+    Tests,
+    loss_means,
+    loss_sums,
+)
 from ...rng import Rng
+from ..confusion import accuracy, confusion_matrix
 from . import chain, data, geometry, measure, results
-from .chemistry import UNKNOWN, slot_table, symmetry_table
+from .chemistry import RESIDUES, UNKNOWN, slot_table, symmetry_table
 from .library import Library
-from .masking import Hidden, Masking, hide, hide_all
+from .masking import Masked, Masking, mask_all, mask_slots
 from .model import SideChains, Size
 from .peptides import peptides
 from .structures import write
 
-_WRITTEN = 400
-"""Peptides that `lockstep data` writes."""
-_AT_ONCE = 4096
-"""Residues, with padding, that go through the model at once where no gradient is needed."""
+_EMBEDDED = 400
+"""Peptides of the embedded set that `lockstep data` writes."""
+_MAX_RESIDUES = 4096
+"""Residues, with padding, that go through the model at once in evaluation and prediction."""
 
 
 @dataclass
@@ -33,60 +49,54 @@ class ProteinOptions:
     pdb_path: str | None = None
     """A folder of .pdb, .ent and .cif files, also .gz, at any depth; without it, embedded peptides."""
     cache_dir: str | None = None
-    """Where parsed files are kept, so that they are parsed once; by default .lockstep in pdb_path."""
+    """Where parsed files are cached; by default .lockstep in pdb_path."""
     val_share: float = 0.1
-    """Share of the files, chosen by a hash of their names, for validation."""
+    """Fraction of the files, chosen by a hash of their names, for validation."""
     test_share: float = 0.1
-    """The same for the test."""
+    """The same for testing."""
     max_length: int = 512
-    """Longer chains are cropped: in training anew each epoch, in evaluations to their middle."""
+    """Longer chains are cropped: at random in each epoch of training, to their middle in evaluations."""
     mask_ratio: float = 0.15
-    """Share of the fragments that are hidden."""
+    """Fraction of the fragments that are masked."""
     masking_strategy: Literal["random", "block"] = "random"
-    """Hide fragments one by one, or in blocks along the chain."""
+    """Mask fragments one by one, or in blocks along the chain."""
     block_size: int = 8
-    """Fragments of a block."""
+    """Fragments per block."""
     backbone_only: float = 0.1
-    """Share of training samples in which all side chains are hidden: what `lockstep predict` lives on."""
+    """Fraction of training samples in which all side chains are masked: what `lockstep predict` relies on."""
     torsion_weight: float = 1.0
-    """Weight of the torsions' term of the loss beside that of the fragments."""
+    """Weight of the torsion term of the loss; the fragment term has weight 1."""
     hidden_dim: int = 256
     """Width of the model."""
     num_encoder_layers: int = 3
-    """Rounds of messages between neighbours."""
+    """Message-passing layers of the encoder."""
     num_decoder_layers: int = 3
     """Layers of the transformer over side-chain tokens."""
     num_heads: int = 8
     """Attention heads of the decoder."""
     num_neighbors: int = 30
-    """Nearest residues that one hears from."""
+    """Nearest residues that each residue gets messages from."""
     dropout: float = 0.0
-    """Dropout in both halves of the model."""
+    """Dropout in encoder and decoder."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.mask_ratio < 1:
-            raise ValueError(f"mask_ratio is between 0 and 1, not {self.mask_ratio}; 0.15 is usual")
-        if not 0 <= self.backbone_only <= 1:
-            raise ValueError(f"backbone_only is in [0, 1], not {self.backbone_only}; 0.1 is usual")
-        if min(self.val_share, self.test_share) < 0 or self.val_share + self.test_share >= 1:
-            shares = f"{self.val_share} and {self.test_share}"
-            raise ValueError(f"val_share and test_share are 0 or more and leave some to train, not {shares}")
-        if self.num_heads < 1 or self.hidden_dim < 2 or self.hidden_dim % (2 * self.num_heads):
-            raise ValueError(
-                f"hidden_dim is a multiple of twice num_heads, not {self.hidden_dim} for {self.num_heads} heads;"
-                f" {max(1, self.hidden_dim // (2 * max(1, self.num_heads))) * 2 * max(1, self.num_heads)} would do"
-            )
-        for name in ("num_encoder_layers", "num_decoder_layers", "num_neighbors", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
-        if self.max_length < 8:
-            raise ValueError(f"max_length is at least 8, not {self.max_length}; 512 is usual")
-        if not 0 <= self.dropout < 1 or self.torsion_weight < 0:
-            values = f"{self.dropout} and {self.torsion_weight}"
-            raise ValueError(f"dropout is in [0, 1) and torsion_weight 0 or more, not {values}")
+        check(0 < self.mask_ratio < 1, "mask_ratio is between 0 and 1", self.mask_ratio, "0.15 is usual")
+        check(0 <= self.backbone_only <= 1, "backbone_only is in [0, 1]", self.backbone_only, "0.1 is usual")
+        valid = min(self.val_share, self.test_share) >= 0 and self.val_share + self.test_share < 1
+        shares = f"{self.val_share} and {self.test_share}"
+        check(valid, "val_share and test_share are 0 or more and leave some files for training", shares)
+        for name in ("num_encoder_layers", "num_decoder_layers", "num_neighbors", "block_size", "num_heads"):
+            check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+        unit = 2 * self.num_heads
+        fits, fitting = self.hidden_dim > 0 and self.hidden_dim % unit == 0, max(1, self.hidden_dim // unit) * unit
+        width = f"{self.hidden_dim} for {self.num_heads} heads"
+        check(fits, "hidden_dim is a multiple of twice num_heads", width, f"{fitting} would do")
+        check(self.max_length >= 8, "max_length is at least 8", self.max_length, "512 is usual")
+        check(0 <= self.dropout < 1, "dropout is in [0, 1)", self.dropout, "0 is usual")
+        check(self.torsion_weight >= 0, "torsion_weight is 0 or more", self.torsion_weight, "1 is usual")
 
 
-class ProteinRecipe(Recipe):
+class ProteinRecipe(Recipe, Augments, SeveralTerms, Tests, Predicts, EmbedsData, Describes):
     """Side-chain fragments and torsions from backbone geometry, by masking."""
 
     Options: ClassVar[type] = ProteinOptions
@@ -129,6 +139,11 @@ class ProteinRecipe(Recipe):
         self._datasets: dict[Split, data.Chains | None] = {}
         self._library: Library | None = None
 
+    def model(self) -> nn.Module:
+        o = self.options
+        layers = o.num_encoder_layers, o.num_decoder_layers
+        return SideChains(Size(o.hidden_dim, *layers, o.num_heads, o.num_neighbors, o.dropout))
+
     def dataset(self, split: Split) -> data.Chains | None:
         if split not in self._datasets:
             self._datasets[split] = self._load(split)
@@ -137,141 +152,141 @@ class ProteinRecipe(Recipe):
     def _load(self, split: Split) -> data.Chains | None:
         options = self.options
         if options.pdb_path is None:
-            found: data.Chains | None = data.Built(split)
+            found: data.Chains | None = data.EmbeddedPeptides(split)
         else:
             self._library = self._library or data.open_library(options.pdb_path, options.cache_dir)
-            found = data.of_library(self._library, split, options.val_share, options.test_share)
-        return found if found is None or split == "train" else data.Middle(found, options.max_length)
+            found = data.library_split(self._library, split, options.val_share, options.test_share)
+        return found if found is None or split == "train" else data.CentreCropped(found, options.max_length)
 
-    def describe_data(self, split: Split) -> str:
-        found = self.dataset(split)
-        return "" if found is None else f"{found.source}, {len(found):,} chains, {sum(found.lengths):,} residues"
+    def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
+        masked = self._mask(batch, rng, self.options.backbone_only)
+        fragments, torsions = self._logits(model, batch, masked.tokens)
+        return Loss.of_terms(**self._terms(fragments, torsions, batch, masked.loss_mask))
 
-    def costs(self, dataset: data.Chains) -> Sequence[float]:
-        return data.lengths_of(dataset, self.options.max_length)
+    def _mask(self, batch: Batch, rng: Rng, backbone_only: float) -> Masked:
+        o = self.options
+        masking = Masking(o.masking_strategy, o.mask_ratio, o.block_size, backbone_only)
+        return mask_slots(batch["slots"], batch["present"][..., 1], rng, masking, o.max_length)
 
-    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
-        """Of a chain that is too long, a stretch."""
-        spare = len(item["residue"]) - self.options.max_length
-        if spare <= 0:
-            return item
-        return chain.crop(item, int(rng.integers("crop", spare + 1)), self.options.max_length)
+    def _logits(self, model: nn.Module, batch: Batch, slots: Tensor) -> tuple[Tensor, Tensor]:
+        fragments, torsions = model(batch["backbone"], batch["present"], batch["linked"], slots)
+        dtype = torch.get_default_dtype()
+        return fragments.to(dtype), torsions.to(dtype)
+
+    def _terms(self, fragments: Tensor, torsions: Tensor, batch: Batch, loss_mask: Tensor) -> dict[str, Tensor]:
+        """The sums over masked tokens and over measured torsions."""
+        token = -fragments.log_softmax(-1).gather(-1, batch["slots"][..., None]).squeeze(-1)
+        log_bins = torsions.log_softmax(-1)
+        below, above, fraction = geometry.to_bins(batch["chi"], batch["symmetric"])
+        bins = torch.lerp(
+            log_bins.gather(-1, below[..., None]).squeeze(-1),
+            log_bins.gather(-1, above[..., None]).squeeze(-1),
+            fraction,
+        )
+        return {
+            "fragments": (token * loss_mask).sum(),
+            "torsions": -self.options.torsion_weight * (bins * batch["has_chi"]).sum(),
+        }
 
     def collate(self, items: list[Any]) -> Batch:
         batch = chain.pad(items, UNKNOWN)
         return batch | {"slots": slot_table()[batch["residue"]], "symmetric": symmetry_table()[batch["residue"]]}
 
-    def model(self) -> nn.Module:
-        o = self.options
-        layers = o.num_encoder_layers, o.num_decoder_layers
-        return SideChains(Size(o.hidden_dim, *layers, o.num_heads, o.num_neighbors, o.dropout))
+    def sample_costs(self, dataset: data.Chains) -> Sequence[float]:
+        return data.lengths_of(dataset, self.options.max_length)
 
-    def describe_model(self, model: nn.Module) -> str:
-        o = self.options
-        return (
-            f"{o.num_encoder_layers} layers of messages between {o.num_neighbors} neighbours,"
-            f" {o.num_decoder_layers} of attention with {o.num_heads} heads, width {o.hidden_dim}"
-        )
+    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+        """Crop a chain that is too long at random."""
+        spare = len(item["residue"]) - self.options.max_length
+        if spare <= 0:
+            return item
+        return chain.crop(item, int(rng.integers("crop", spare + 1)), self.options.max_length)
 
-    def _hide(self, batch: Batch, rng: Rng, bare: float) -> Hidden:
-        o = self.options
-        masking = Masking(o.masking_strategy, o.mask_ratio, o.block_size, bare)
-        return hide(batch["slots"], batch["present"][..., 1], rng, masking, o.max_length)
-
-    def weigh(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
-        asked = self._hide(batch, rng, self.options.backbone_only).asked
-        return {"fragments": asked.sum(), "torsions": batch["has_chi"].sum()}
-
-    def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
-        hidden = self._hide(batch, rng, self.options.backbone_only)
-        fragments, torsions = self._answers(model, batch, hidden.shown)
-        return Loss.of_terms(**self._terms(fragments, torsions, batch, hidden.asked))
-
-    def _answers(self, model: nn.Module, batch: Batch, shown: Tensor) -> tuple[Tensor, Tensor]:
-        fragments, torsions = model(batch["backbone"], batch["present"], batch["linked"], shown)
-        dtype = torch.get_default_dtype()
-        return fragments.to(dtype), torsions.to(dtype)
-
-    def _terms(self, fragments: Tensor, torsions: Tensor, batch: Batch, asked: Tensor) -> dict[str, Tensor]:
-        """The sums over hidden tokens and over measured torsions."""
-        token = -fragments.log_softmax(-1).gather(-1, batch["slots"][..., None]).squeeze(-1)
-        log_bins = torsions.log_softmax(-1)
-        below, above, share = geometry.to_bins(batch["chi"], batch["symmetric"])
-        bins = torch.lerp(
-            log_bins.gather(-1, below[..., None]).squeeze(-1), log_bins.gather(-1, above[..., None]).squeeze(-1), share
-        )
-        return {
-            "fragments": (token * asked).sum(),
-            "torsions": -self.options.torsion_weight * (bins * batch["has_chi"]).sum(),
-        }
+    def term_counts(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
+        return _counts(batch, self._mask(batch, rng, self.options.backbone_only))
 
     def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
-        """Twice: with fragments masked as in training, and from the backbone alone."""
+        """Predict twice: with fragments masked as in training, and from the backbone alone."""
         sums: dict[str, Any] = {}
-        for part, keys in _pieces(batch, rng.keys):
-            hidden = self._hide(part, Rng(keys), bare=0.0)
-            fragments, torsions = self._answers(model, part, hidden.shown)
-            terms = self._terms(fragments, torsions, part, hidden.asked)
-            counted: Sums = {f"total {name}": value.double() for name, value in terms.items()}
-            counted |= {"weight fragments": hidden.asked.sum(), "weight torsions": part["has_chi"].sum()}
-            counted |= measure.fragment_counts(fragments, part["slots"], hidden.asked)
+        for part, keys in _chunks(batch, rng.keys):
+            masked = self._mask(part, Rng(keys), backbone_only=0.0)
+            fragments, torsions = self._logits(model, part, masked.tokens)
+            terms = self._terms(fragments, torsions, part, masked.loss_mask)
+            counted = loss_sums(Loss.of_terms(**terms), _counts(part, masked))
+            counted |= measure.fragment_counts(fragments, part["slots"], masked.loss_mask)
             counted |= measure.torsion_counts(torsions, part["chi"], part["has_chi"], part["symmetric"])
             for name, value in (counted | self._from_backbone(model, part)).items():
                 sums[name] = sums[name] + value if name in sums else value
         return sums
 
     def _from_backbone(self, model: nn.Module, batch: Batch) -> Sums:
-        hidden = hide_all(batch["slots"], batch["present"][..., 1])
-        fragments, torsions = self._answers(model, batch, hidden.shown)
-        sums = measure.fragment_counts(fragments, batch["slots"], hidden.asked)
+        masked = mask_all(batch["slots"], batch["present"][..., 1])
+        fragments, torsions = self._logits(model, batch, masked.tokens)
+        sums = measure.fragment_counts(fragments, batch["slots"], masked.loss_mask)
         sums |= measure.torsion_counts(torsions, batch["chi"], batch["has_chi"], batch["symmetric"])
-        sums["confusion"] = measure.confusion(measure.residue_scores(fragments), batch["residue"])
+        predicted = measure.residue_scores(fragments).argmax(-1)
+        sums["confusion"] = confusion_matrix(predicted, batch["residue"], len(RESIDUES))
         return {f"backbone {name}": value for name, value in sums.items()}
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        values = super().metrics({k: v for k, v in sums.items() if k.startswith(("total ", "weight "))})
+        values = loss_means({name: sums[name] for name in ("fragments", "torsions")})
         for prefix in ("", "backbone "):
             measured = measure.fragment_values(sums, prefix) | measure.torsion_values(sums, prefix)
             values |= {prefix.replace(" ", "_") + name: value for name, value in measured.items()}
-        confusion = sums["backbone confusion"]
-        return values | {"backbone_residue_accuracy": int(confusion.trace()) / max(1, int(confusion.sum()))}
+        return values | {"backbone_residue_accuracy": accuracy(sums["backbone confusion"])}
 
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
         return results.save_test(sums, folder)
 
-    def inputs(self, path: Path) -> data.Inputs:
+    def predict_dataset(self, path: Path) -> data.Inputs:
         return data.Inputs(path)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Residues from the backbone alone, and then the torsions of just these residues."""
+        """Predict residues from the backbone alone, then the torsions of these residues."""
         table, symmetries = slot_table().to(batch["slots"].device), symmetry_table().to(batch["slots"].device)
         made: list[Any] = []
-        for part, _ in _pieces(batch, torch.arange(len(batch["residue"]))):
+        for part, _ in _chunks(batch, torch.arange(len(batch["residue"]))):
             real = part["present"][..., 1]
-            fragments, _ = self._answers(model, part, hide_all(part["slots"], real).shown)
+            fragments, _ = self._logits(model, part, mask_all(part["slots"], real).tokens)
             probability, residue = measure.residue_scores(fragments).exp().max(-1)
             residue = torch.where(real, residue, UNKNOWN)
-            _, torsions = self._answers(model, part, table[residue])
+            _, torsions = self._logits(model, part, table[residue])
             bins, symmetric = torsions.softmax(-1), symmetries[residue]
             chi = geometry.from_bins(bins, symmetric)
-            sure = geometry.within(bins, chi, symmetric, measure.NEAR)
-            answer = {"residue": residue, "probability": probability, "chi": chi, "sure": sure}
+            confidence = geometry.within(bins, chi, symmetric, measure.NEAR)
+            prediction = {"residue": residue, "probability": probability, "chi": chi, "confidence": confidence}
             sizes = real.sum(1).tolist()
-            made += [{name: x[i, :size] for name, x in answer.items()} for i, size in enumerate(sizes)]
+            made += [{name: x[i, :size] for name, x in prediction.items()} for i, size in enumerate(sizes)]
         return made
 
     def save_predictions(self, predictions: list[Any], dataset: data.Inputs, folder: Path) -> list[Path]:
         return results.save_predictions(predictions, dataset, folder)
 
     def write_data(self, folder: Path) -> str:
-        for made in peptides("train", _WRITTEN):
+        for made in peptides("train", _EMBEDDED):
             write([made], [torch.zeros(len(made), results.ATOMS)], folder / f"{made.name}.pdb")
-        return f"{_WRITTEN} peptides of ideal geometry as PDB files in {folder}; train with --pdb_path {folder}"
+        return f"{_EMBEDDED} peptides of ideal geometry as PDB files in {folder}; train with --pdb_path {folder}"
+
+    def describe_model(self, model: nn.Module) -> str:
+        o = self.options
+        return (
+            f"{o.num_encoder_layers} message-passing layers over {o.num_neighbors} neighbours,"
+            f" {o.num_decoder_layers} transformer layers with {o.num_heads} heads, width {o.hidden_dim}"
+        )
+
+    def describe_data(self, split: Split) -> str:
+        found = self.dataset(split)
+        return "" if found is None else f"{found.source}, {len(found):,} chains, {sum(found.lengths):,} residues"
 
 
-def _pieces(batch: Batch, keys: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """The batch in parts that are not too much at once."""
+def _counts(batch: Batch, masked: Masked) -> dict[str, Tensor]:
+    """Return what each term of the loss is a mean over: masked tokens and measured torsions."""
+    return {"fragments": masked.loss_mask.sum(), "torsions": batch["has_chi"].sum()}
+
+
+def _chunks(batch: Batch, keys: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """Split a batch so that each part has at most _MAX_RESIDUES residues, or one chain."""
     n, length = batch["residue"].shape
-    step = max(1, _AT_ONCE // length)
+    step = max(1, _MAX_RESIDUES // length)
     for start in range(0, n, step):
         yield {name: x[start : start + step] for name, x in batch.items()}, keys[start : start + step]

@@ -3,16 +3,14 @@
     chains = read(Path("1abc.cif.gz"))           # the protein chains of the first model
     write(chains, values, Path("out.pdb"))       # values for the B-factor column
 
-What a file may hold besides one clean chain: several models (the first counts), atoms in alternate places (the one
-with the highest occupancy, residue by residue), missing atoms (marked as such), breaks (told by the distance from C to
-the next N, not by the numbers), modified residues (MSE is MET, others are unknown), insertion codes, and DNA, ligands
-and water (left out).
+Of several models the first is read, of alternate locations the one with the highest occupancy in the residue. Missing
+atoms are marked; chain breaks follow from the distance of C to the next N, not from residue numbers. MSE is read as
+MET, other modified residues as unknown. Insertion codes are read; DNA, ligands and water are left out.
 """
 
 import gzip
 import itertools
 import math
-import os
 import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...files import write_text
 from .build import SIDE_ATOMS
 from .chain import Chain
 from .chemistry import BACKBONE, CHI_ATOMS, RESIDUES, SIDE_CHAINS, TORSIONS, UNKNOWN
 from .geometry import torsion
 
 PARSER = 1
-"""Raise it when the reader changes what it makes of a file: caches of older ones are then left alone."""
+"""Version of the reader; raise it when its results change, so that older caches are not used."""
 ENDINGS = tuple(f"{ending}{packed}" for ending in (".pdb", ".ent", ".cif") for packed in ("", ".gz"))
 SHORTEST = 3
-"""Residues below which a chain is no protein."""
+"""Chains with fewer residues are left out."""
 _LONGEST_BOND = 2.0
 """Å between C and N, above which they are not bonded."""
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
@@ -44,7 +43,7 @@ Atoms = dict[str, Point]
 
 
 def gemmi() -> Any:
-    """The library, or how to get it."""
+    """Import the library, or say how to install it."""
     try:
         import gemmi as library
     except ImportError:
@@ -53,7 +52,7 @@ def gemmi() -> Any:
 
 
 def read(path: Path) -> list[Chain]:
-    """The protein chains of the first model; a ValueError says why there are none."""
+    """Return the protein chains of the first model; a ValueError says why there are none."""
     library = gemmi()
     try:
         structure = _open(path, library)
@@ -70,7 +69,7 @@ def read(path: Path) -> list[Chain]:
 
 
 def _open(path: Path, library: Any) -> Any:
-    """Unpacked here: Python's gzip knows a file that ends too early."""
+    """Parse the file; Python's gzip detects one that ends too early."""
     name, content = path.name.lower(), path.read_bytes()
     if name.endswith(".gz"):
         name, content = name.removesuffix(".gz"), gzip.decompress(content)
@@ -110,18 +109,18 @@ def _chain(chain: Any, library: Any) -> Chain | None:
 def _residues(chain: Any, library: Any) -> Iterable[tuple[str, str, Atoms]]:
     """Number, name and atoms of each amino acid of the polymer, in the order of the file."""
     polymer = library.EntityType.Polymer
-    rivals: dict[str, list[Any]] = {}  # residues of the same number: a point mutation in part of the crystal
+    by_number: dict[str, list[Any]] = {}  # several with one number: a point mutation in part of the crystal
     for residue in chain:
         if residue.entity_type in (polymer, library.EntityType.Unknown) and _is_amino_acid(residue, library):
             number = f"{residue.seqid.num}{residue.seqid.icode}".strip()
-            rivals.setdefault(number, []).append(residue)
-    for number, group in rivals.items():
+            by_number.setdefault(number, []).append(residue)
+    for number, group in by_number.items():
         residue = max(group, key=lambda r: max((a.occ for a in r if a.name == "CA"), default=0.0))
         yield number, _SAME.get(residue.name, residue.name), _atoms(residue)
 
 
 def _is_amino_acid(residue: Any, library: Any) -> bool:
-    """By what it is called, or, for names that nobody knows, by what it is made of."""
+    """Decide by the name of the residue or, if gemmi does not know it, by its atoms."""
     if not any(atom.name == "CA" and atom.element.name == "C" for atom in residue):
         return False  # a calcium ion is called CA as well
     known = library.find_tabulated_residue(residue.name)
@@ -130,24 +129,24 @@ def _is_amino_acid(residue: Any, library: Any) -> bool:
 
 
 def _atoms(residue: Any) -> Atoms:
-    """One place for each atom: that of the alternative that most of the residue is in, if the atom has it."""
+    """Return one position per atom: of the residue's most occupied alternate location, if the atom has it."""
     total: dict[str, float] = {}
     for atom in residue:
         if atom.altloc != "\0":
             total[atom.altloc] = total.get(atom.altloc, 0.0) + atom.occ
     chosen = max(sorted(total), key=total.__getitem__) if total else ""
     best: dict[str, tuple[bool, float]] = {}
-    places: Atoms = {}
+    positions: Atoms = {}
     for atom in residue:
         name = _SAME_ATOM.get((residue.name, atom.name), atom.name)
         rank = (atom.altloc in ("\0", chosen), atom.occ)
         if name not in best or rank > best[name]:
-            best[name], places[name] = rank, (atom.pos.x, atom.pos.y, atom.pos.z)
-    return places
+            best[name], positions[name] = rank, (atom.pos.x, atom.pos.y, atom.pos.z)
+    return positions
 
 
 def _fours(kind: str, atoms: Atoms) -> Iterable[tuple[int, list[Point]]]:
-    """Number and atoms of the side-chain torsions that can be measured."""
+    """Yield number and atoms of the side-chain torsions that can be measured."""
     path = CHI_ATOMS.get(kind, ())
     for k in range(len(path) - 3):
         if all(name in atoms for name in path[k : k + 4]):
@@ -155,14 +154,14 @@ def _fours(kind: str, atoms: Atoms) -> Iterable[tuple[int, list[Point]]]:
 
 
 def _linked(backbone: Tensor, present: Tensor) -> Tensor:
-    """(L,): whether the C of the residue before is bonded to this N."""
+    """(L,): whether the C of the previous residue is bonded to this N."""
     length = (backbone[1:, 0] - backbone[:-1, 2]).norm(dim=-1)
     bonded = (length < _LONGEST_BOND) & present[1:, 0] & present[:-1, 2]
     return torch.cat([torch.zeros(1, dtype=torch.bool), bonded])
 
 
 def write(chains: Sequence[Chain], values: Sequence[Tensor], path: Path) -> None:
-    """Chains with their side-chain atoms, as PDB, with the `values` (L, 14) of each in the B-factor column.
+    """Write chains with their side-chain atoms as PDB, with the `values` (L, 14) of each in the B-factor column.
 
     The values are those of N, CA, C, O and of the side chain's atoms in the order of SIDE_CHAINS.
     """
@@ -170,30 +169,28 @@ def write(chains: Sequence[Chain], values: Sequence[Tensor], path: Path) -> None
     letters = _letters([chain.name for chain in chains])
     for letter, chain, column in zip(letters, chains, values, strict=True):
         lines += _lines(chain, letter, column, len(lines) + 1)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("\n".join([*lines, "END", ""]))
-    beside.replace(path)
+    write_text(path, "\n".join([*lines, "END", ""]))
 
 
 def _letters(names: list[str]) -> list[str]:
-    """One letter for each chain: its own name if it is one, else one that is free."""
-    taken = [name for name in names if len(name) == 1]
-    free = itertools.chain((x for x in _LETTERS if x not in taken), itertools.cycle(_LETTERS))
+    """Return one letter per chain: its own name if that is one letter, else one that is not used."""
+    used = [name for name in names if len(name) == 1]
+    free = itertools.chain((x for x in _LETTERS if x not in used), itertools.cycle(_LETTERS))
     return [name if len(name) == 1 else next(free) for name in names]
 
 
 def _lines(chain: Chain, letter: str, values: Tensor, serial: int) -> list[str]:
     assert chain.sides is not None and values.shape == (len(chain), len(BACKBONE) + SIDE_ATOMS)
-    places, columns = torch.cat([chain.backbone, chain.sides], dim=1).tolist(), values.tolist()
+    positions, columns = torch.cat([chain.backbone, chain.sides], dim=1).tolist(), values.tolist()
     lines: list[str] = []
     for i, kind in enumerate(chain.residue.tolist()):
         name = RESIDUES[kind] if kind < UNKNOWN else "UNK"
         number = chain.numbers[i].rstrip(string.ascii_letters)
         code = chain.numbers[i][len(number) :] or " "
         where = f"{name:>3} {letter}{int(number) % 10_000 if int(number) > 0 else int(number):4d}{code}"
-        there = [*chain.present[i].tolist(), *[True] * SIDE_ATOMS]
+        exists = [*chain.present[i].tolist(), *[True] * SIDE_ATOMS]
         names = [*BACKBONE, *(atom.name for atom in SIDE_CHAINS.get(name, []))]
-        for atom, has, (x, y, z), value in zip(names, there, places[i], columns[i], strict=False):
+        for atom, has, (x, y, z), value in zip(names, exists, positions[i], columns[i], strict=False):
             if has and math.isfinite(x):
                 at = f"{x:8.3f}{y:8.3f}{z:8.3f}{1:6.2f}{value:6.2f}"
                 lines.append(

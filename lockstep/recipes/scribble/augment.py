@@ -1,10 +1,10 @@
-"""A training scene scaled, turned, mirrored, cropped and blurred, as its key says.
+"""Augmentation of a training scene: scaled, rotated, mirrored, cropped and blurred, from its key.
 
-The four geometric changes are one map from the pixels of the crop to places in the scene, so everything is sampled
-once: images and nearness bilinearly, labels from the nearest pixel. What lies outside the scene is the mean colour,
-without a label and near nothing.
+The four geometric transforms are one map from pixels of the crop to positions in the scene, so everything is sampled
+once: images and nearness bilinearly, labels from the nearest pixel. Outside the scene there is the mean colour, no
+label and nearness 0.
 
-Legend: S pixels a side of the crop, x to the right and y down from the middle.
+Legend: S pixels per side of the crop, x to the right and y down from the middle.
 """
 
 import math
@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...rng import Rng
+from ..confusion import IGNORE
 from .data import MEAN
-from .model import IGNORE
 
 _RADIUS = 3
 """Of the blur, in pixels."""
 
 
 @dataclass(frozen=True)
-class Changes:
-    """How much a scene may be changed."""
+class Augmentation:
+    """Ranges of the random transforms."""
 
     crop: int
     scale: tuple[float, float]
@@ -32,37 +32,37 @@ class Changes:
     """Degrees, either way."""
     flip: bool
     blur: float
-    """How often."""
+    """Probability."""
     sigma: tuple[float, float] = (0.1, 1.5)
 
 
-def augment(item: dict[str, Tensor], rng: Rng, changes: Changes) -> dict[str, Tensor]:
-    """One training item, all maps of it changed alike; `rng` holds one key."""
-    grid = _grid(rng, changes, *item["image"].shape[1:])
+def augment(item: dict[str, Tensor], rng: Rng, ranges: Augmentation) -> dict[str, Tensor]:
+    """Transform one training item, all its maps in the same way; `rng` holds one key."""
+    grid = _grid(rng, ranges, *item["image"].shape[1:])
     mean = torch.tensor(MEAN, dtype=torch.float32)[:, None, None]
     image = _sample(item["image"].float() - mean, grid, "bilinear") + mean
     labels = _sample(torch.stack([item["scribble"], item["pseudo"]]).float() - IGNORE, grid, "nearest") + IGNORE
     near = _sample(torch.stack([item["near_scribble"], item["near_pseudo"]]).float(), grid, "bilinear")
     maps = torch.cat([labels, near])
     names = ("scribble", "pseudo", "near_scribble", "near_pseudo")
-    return {"image": _rounded(_blur(image, rng, changes))} | dict(zip(names, _rounded(maps), strict=True))
+    return {"image": _rounded(_blur(image, rng, ranges))} | dict(zip(names, _rounded(maps), strict=True))
 
 
 def _rounded(values: Tensor) -> Tensor:
     return (values + 0.5).clamp(0, 255).to(torch.uint8)
 
 
-def _grid(rng: Rng, changes: Changes, height: int, width: int) -> Tensor:
-    """(1, S, S, 2): where in the scene each pixel of the crop lies; −1 to 1 is from edge to edge."""
-    low, high = changes.scale
+def _grid(rng: Rng, ranges: Augmentation, height: int, width: int) -> Tensor:
+    """(1, S, S, 2): the position in the scene of each pixel of the crop; −1 to 1 is from edge to edge."""
+    low, high = ranges.scale
     draw = rng.uniform("geometry", 4, dtype=torch.float64)[0].tolist()
-    scale, angle = low + (high - low) * draw[0], math.radians(changes.rotate) * (2 * draw[1] - 1)
-    mirror = -1.0 if changes.flip and bool(rng.bernoulli("flip", 0.5)) else 1.0
-    # The crop lies anywhere in the scaled scene, or the scene anywhere in the crop.
+    scale, angle = low + (high - low) * draw[0], math.radians(ranges.rotate) * (2 * draw[1] - 1)
+    mirror = -1.0 if ranges.flip and bool(rng.bernoulli("flip", 0.5)) else 1.0
+    # The crop is anywhere in the scaled scene, or a smaller scene anywhere in the crop.
     slack_x, slack_y = (
-        abs(scale * extent - changes.crop) * (u - 0.5) for extent, u in zip((width, height), draw[2:], strict=True)
+        abs(scale * extent - ranges.crop) * (u - 0.5) for extent, u in zip((width, height), draw[2:], strict=True)
     )
-    pixels = torch.arange(changes.crop, dtype=torch.float32) + 0.5 - changes.crop / 2
+    pixels = torch.arange(ranges.crop, dtype=torch.float32) + 0.5 - ranges.crop / 2
     x, y = (pixels[None, :] + slack_x) / scale, (pixels[:, None] + slack_y) / scale
     cosine, sine = math.cos(angle), math.sin(angle)
     across, down = mirror * (x * cosine + y * sine), y * cosine - x * sine
@@ -70,14 +70,14 @@ def _grid(rng: Rng, changes: Changes, height: int, width: int) -> Tensor:
 
 
 def _sample(maps: Tensor, grid: Tensor, mode: str) -> Tensor:
-    """(C, H, W) at the places of the grid; 0 outside."""
+    """(C, H, W) at the positions of the grid; 0 outside."""
     return F.grid_sample(maps[None], grid, mode=mode, padding_mode="zeros", align_corners=False)[0]
 
 
-def _blur(image: Tensor, rng: Rng, changes: Changes) -> Tensor:
-    if not bool(rng.bernoulli("blur", changes.blur)):
+def _blur(image: Tensor, rng: Rng, ranges: Augmentation) -> Tensor:
+    if not bool(rng.bernoulli("blur", ranges.blur)):
         return image
-    low, high = changes.sigma
+    low, high = ranges.sigma
     sigma = low + (high - low) * float(rng.uniform("sigma", dtype=torch.float64))
     kernel = torch.exp(-torch.arange(-_RADIUS, _RADIUS + 1, dtype=torch.float32).square() / (2 * sigma * sigma))
     kernel = kernel / kernel.sum()

@@ -1,13 +1,13 @@
-"""Where scenes come from: drawn, or a folder laid out like Pascal VOC with scribbles beside it.
+"""Scenes: drawn, or a folder laid out like Pascal VOC with scribbles.
 
     FOLDER/
-      train.txt  val.txt  [test.txt]        one name a line (also looked for in ImageSets/Segmentation/)
+      train.txt  val.txt  [test.txt]        one name per line (also read from ImageSets/Segmentation/)
       [classes.txt]                         names of the classes, background first; without it VOC's
-      JPEGImages/NAME.jpg                   the images (.png and others will do)
+      JPEGImages/NAME.jpg                   the images (or .png, .webp, .bmp)
       SegmentationClassAug/NAME.png         true labels: of val and test
-      Scribbles/NAME.png                    scribble labels, 255 where there is none: of train, as are the next three
+      Scribbles/NAME.png                    scribble labels, 255 for none: of train, as are the next three
       PseudoLabels/NAME.png                 pseudo labels
-      ScribbleDistance/NAME.png             nearness to a scribble, 8-bit grey: 255 on it, falling with distance
+      ScribbleDistance/NAME.png             nearness to a scribble, 8-bit grey: 255 on it, less with distance
       PseudoDistance/NAME.png               nearness to a pseudo-labelled object
 
 Items are dicts of uint8 tensors: `image` (3, H, W) and (H, W) maps, `scribble`, `pseudo`, `near_scribble` and
@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...recipe import Split
-from .files import ENDINGS, read_image, read_map, write_image, write_map
-from .model import IGNORE
+from ..confusion import IGNORE
+from ..pixels import ENDINGS, data_folder, image_files
+from .files import read_image, read_map, write_image, write_map
 from .scenes import NAMES, SIZES, Scenes
 
 VOC_NAMES = (
@@ -43,7 +44,7 @@ FOLDERS: dict[str, str] = {
 TRAINING = tuple(FOLDERS)
 _SHOWN = 10
 MEAN = (124, 116, 104)
-"""ImageNet's mean colour, which stands where there is no image."""
+"""ImageNet's mean colour, which pads images."""
 
 
 class Source(Protocol):
@@ -57,27 +58,27 @@ class Source(Protocol):
 
 
 class VocFolder:
-    """The scenes that a split's list names. All files are looked for when it is made, and read when asked for."""
+    """The scenes in a split's list. All files have to exist at the start; they are read on access."""
 
     def __init__(self, root: Path, split: Split, classes: int, folders: Mapping[str, str] = FOLDERS):
         self.classes = classes
         self.source = f"Pascal-VOC folder {root}"
         self.names = _list(root, split)
         wanted = dict(folders) if split == "train" else {"label": LABELS}
-        for folder in (IMAGES, *wanted.values()):
-            if not (root / folder).is_dir():
-                raise ValueError(f"{root} has no folder {folder}, which {split} needs; see docs/recipes/scribble.md")
+        for name in (IMAGES, *wanted.values()):
+            if not (root / name).is_dir():
+                raise ValueError(f"{root} has no folder {name}, which {split} needs; see docs/recipes/scribble.md")
         self.maps = {key: root / folder for key, folder in wanted.items()}
         images = {file.stem: file for file in sorted((root / IMAGES).iterdir()) if file.suffix.lower() in ENDINGS}
         missing = [f"{IMAGES}/{name}.jpg" for name in self.names if name not in images]
-        for place in self.maps.values():
-            there = set(os.listdir(place))  # noqa: PTH208
-            missing += [f"{place.name}/{name}.png" for name in self.names if f"{name}.png" not in there]
+        for folder in self.maps.values():
+            existing = set(os.listdir(folder))  # noqa: PTH208
+            missing += [f"{folder.name}/{name}.png" for name in self.names if f"{name}.png" not in existing]
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ValueError(
                 f"{root} lacks {len(missing)} files that {split} needs: {', '.join(missing[:_SHOWN])}{more};"
-                f" add them, or take the names out of {split}.txt"
+                f" add them, or remove the names from {split}.txt"
             )
         self.images = [images[name] for name in self.names]
 
@@ -88,40 +89,37 @@ class VocFolder:
         if not 0 <= i < len(self):
             raise IndexError(f"the set has the scenes 0 to {len(self) - 1}")
         item = {"image": read_image(self.images[i])}
-        for key, place in self.maps.items():
-            file = place / f"{self.names[i]}.png"
+        for key, folder in self.maps.items():
+            file = folder / f"{self.names[i]}.png"
             item[key] = read_map(file, None if key.startswith("near_") else self.classes)
             if item[key].shape != item["image"].shape[1:]:
                 have, want = ("×".join(map(str, tuple(x.shape[-2:])[::-1])) for x in (item[key], item["image"]))
-                raise ValueError(f"a label map has its image's size {want}, {file} has {have}; make it anew")
+                raise ValueError(f"a label map has its image's size {want}, {file} has {have}; resize it")
         return item
 
 
 def _list(root: Path, split: Split) -> list[str]:
-    """The names of a split; a line may also be a path, or an image's and a label's path, as some lists have it."""
-    if not root.is_dir():
-        raise ValueError(f"data_path is a folder, {root} is {'a file' if root.exists() else 'not there'}; correct it")
-    for place in (root, root / "ImageSets" / "Segmentation"):
-        file = place / f"{split}.txt"
-        if file.is_file():
-            break
-    else:
-        raise ValueError(f"{root} has no {split}.txt, the list of its {split} scenes; write one name a line")
+    """Return the names of a split; a line may also be a path, or an image's and a label's path, as in some lists."""
+    file = list_file(data_folder(str(root)), split)
+    if file is None:
+        raise ValueError(f"{root} has no {split}.txt, the list of its {split} scenes; write one name per line")
     names = [Path(line.split()[0]).stem for line in file.read_text().splitlines() if line.strip()]
     if not names:
-        raise ValueError(f"{file} is empty; write one name a line")
+        raise ValueError(f"{file} is empty; write one name per line")
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ValueError(f"{file} names {twice} more than once; each scene counts once, remove the others")
+        raise ValueError(f"{file} names {twice} more than once; remove the duplicates")
     return names
 
 
-def has_test(root: Path) -> bool:
-    return any((place / "test.txt").is_file() for place in (root, root / "ImageSets" / "Segmentation"))
+def list_file(root: Path, split: Split) -> Path | None:
+    """Return the file with the names of a split, if there is one."""
+    candidates = (root / f"{split}.txt", root / "ImageSets" / "Segmentation" / f"{split}.txt")
+    return next((file for file in candidates if file.is_file()), None)
 
 
 def class_names(data_path: str | None, classes: int) -> tuple[str, ...]:
-    """One name for each class."""
+    """Return one name per class."""
     names: Sequence[str] = NAMES if data_path is None else VOC_NAMES if classes == len(VOC_NAMES) else ()
     if data_path is not None and (file := Path(data_path).expanduser() / "classes.txt").is_file():
         names = [line.strip() for line in file.read_text().splitlines() if line.strip()]
@@ -130,8 +128,8 @@ def class_names(data_path: str | None, classes: int) -> tuple[str, ...]:
     return (*names, *(f"class{k}" for k in range(len(names), classes)))
 
 
-class Training:
-    """Of each scene what training may see: not the true labels."""
+class TrainingScenes:
+    """The scenes without their true labels."""
 
     def __init__(self, scenes: Source):
         self.scenes, self.source = scenes, scenes.source
@@ -144,8 +142,8 @@ class Training:
         return {key: item[key] for key in ("image", *TRAINING)}
 
 
-class Labelled:
-    """Image, true labels and size (H, W); with `crop`, the middle square of that many pixels, filled up if need be."""
+class LabelledScenes:
+    """Image, true labels and size (H, W); with `crop`, the centre crop of that side, padded where it is larger."""
 
     def __init__(self, scenes: Source, crop: int | None = None):
         self.scenes, self.source, self.crop = scenes, scenes.source, crop
@@ -157,12 +155,12 @@ class Labelled:
         item = self.scenes[i]
         image, label = item["image"], item["label"]
         if self.crop is not None:
-            image, label = centre(image, self.crop, MEAN), centre(label[None], self.crop, (IGNORE,))[0]
+            image, label = centre_crop(image, self.crop, MEAN), centre_crop(label[None], self.crop, (IGNORE,))[0]
         return {"image": image, "label": label, "size": torch.tensor(label.shape)}
 
 
-def centre(image: Tensor, side: int, fill: Sequence[int]) -> Tensor:
-    """The middle (C, side, side) of an image (C, H, W); where it is smaller, `fill` stands around it."""
+def centre_crop(image: Tensor, side: int, fill: Sequence[int]) -> Tensor:
+    """Return the middle (C, side, side) of an image (C, H, W); a smaller one is padded with `fill`."""
     out = torch.tensor(fill, dtype=image.dtype)[:, None, None].repeat(1, side, side)
     height, width = image.shape[1:]
     h, w = min(height, side), min(width, side)
@@ -172,7 +170,7 @@ def centre(image: Tensor, side: int, fill: Sequence[int]) -> Tensor:
 
 
 def pad_together(items: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Items of different sizes, filled up at the right and the bottom to the largest; `size` tells what is theirs."""
+    """Pad items of different sizes at the right and the bottom to the largest; `size` is what they had."""
     height, width = (max(item["image"].shape[d] for item in items) for d in (1, 2))
 
     def pad(key: str, value: Tensor) -> Tensor:
@@ -184,21 +182,21 @@ def pad_together(items: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 
 
 class Inputs:
-    """Image files to label: one, or all in a folder and below, in sorted order."""
+    """Image files to predict: one, or all in a folder and below, in sorted order."""
 
     def __init__(self, path: Path):
         self.root = path if path.is_dir() else path.parent
-        self.files = [path] if path.is_file() else _images_under(path)
+        self.files = [path] if path.is_file() else image_files(path)
         if not self.files:
             raise ValueError(f"{path} holds no images ({' '.join(ENDINGS)})")
         seen: dict[Path, Path] = {}
         for file in self.files:
             other = seen.setdefault(self.output(file), file)
             if other != file:
-                raise ValueError(f"{other} and {file} would give the same {self.output(file)}; rename one of them")
+                raise ValueError(f"{other} and {file} would both give {self.output(file)}; rename one of them")
 
     def output(self, file: Path) -> Path:
-        """Where the labels of an input go, below the folder of predictions."""
+        """Return the file for an input's labels, relative to the folder of predictions."""
         return file.relative_to(self.root).with_suffix(".png")
 
     def __len__(self) -> int:
@@ -209,16 +207,8 @@ class Inputs:
         return {"image": image, "size": torch.tensor(image.shape[1:])}
 
 
-def _images_under(folder: Path) -> list[Path]:
-    found = []
-    for place, inner, names in os.walk(folder):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        found += [Path(place, n) for n in names if not n.startswith(".") and n.lower().endswith(ENDINGS)]
-    return sorted(found)
-
-
 def write(folder: Path, side: int) -> str:
-    """The embedded scenes in the layout above; what is there now, in words."""
+    """Write the embedded scenes in the layout above; return a line about them."""
     splits: tuple[Split, ...] = ("train", "val", "test")
     for split in splits:
         scenes = Scenes(split, side)
@@ -226,9 +216,9 @@ def write(folder: Path, side: int) -> str:
             item, name = scenes[i], scenes.name(i)
             write_image(item["image"], folder / IMAGES / f"{name}.jpg")
             write_map(item["label"], folder / LABELS / f"{name}.png")
-            for key, place in FOLDERS.items() if split == "train" else ():
-                write_map(item[key], folder / place / f"{name}.png", coloured=not key.startswith("near_"))
-        # Last: a list names what is there.
+            for key, maps in FOLDERS.items() if split == "train" else ():
+                write_map(item[key], folder / maps / f"{name}.png", coloured=not key.startswith("near_"))
+        # Last, so that a list names only files that exist.
         (folder / f"{split}.txt").write_text("".join(f"{scenes.name(i)}\n" for i in range(len(scenes))))
     (folder / "classes.txt").write_text("".join(f"{name}\n" for name in NAMES))
     counts = ", ".join(f"{SIZES[split]} {split}" for split in splits)

@@ -1,4 +1,4 @@
-"""ResNet and ASPP for segmentation, and the localization rectification module (LoRM) that helps in training.
+"""ResNet and ASPP for segmentation, with the localization rectification module (LoRM) in training.
 
     build("res50_ASPP_lorm", layers=50, classes=21)     # 33.15 M parameters, 8.39 M of them LoRM's
     build("deeplabv2", layers=101, classes=21)
@@ -10,21 +10,19 @@ Legend: N images, C channels of the last features, K classes, H × W pixels, h �
 from collections.abc import Sequence
 from pathlib import Path
 
-import safetensors
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..resnet import DEPTHS, ResNet
+from ...weights import copy_weights, read_weights
+from ..confusion import IGNORE
+from ..resnet import DEPTHS, ResNetBackbone
 
 MODEL_TYPES = ("res50_ASPP_lorm", "deeplabv2", "deeplabv3p")
-IGNORE = 255
-"""The label of pixels that have none."""
 
 
 def nearest(label: Tensor, size: tuple[int, int]) -> Tensor:
-    """Labels (N, H, W) at the middle of each cell of a coarser grid, (N, h, w); never a mixture of labels."""
+    """Downsample labels (N, H, W) to (N, h, w) by the pixel in the middle of each cell."""
     height, width = label.shape[-2:]
     rows = (2 * torch.arange(size[0], device=label.device) + 1) * height // (2 * size[0])
     columns = (2 * torch.arange(size[1], device=label.device) + 1) * width // (2 * size[1])
@@ -32,12 +30,12 @@ def nearest(label: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def feature_size(height: int, width: int) -> tuple[int, int]:
-    """The positions that an image of that size has at stride 8."""
+    """Return height and width of the features of an image, at stride 8."""
     return -(-height // 8), -(-width // 8)
 
 
 class LoRM(nn.Module):
-    """Rebuild each foreground position's features from all positions like it; used in training only."""
+    """Rectify the features of each foreground position by a mixture of all similar ones; in training only."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -46,14 +44,14 @@ class LoRM(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, features: Tensor, pseudo: Tensor) -> Tensor:
-        """The squared distance of features (N, C, h, w) and their rectified selves, a mean over channels, summed over
-        the positions that the pseudo labels (N, H, W) call foreground. Ignored positions are left out altogether: they
-        are neither rectified nor looked at."""
+        """Return the squared distance of features (N, C, h, w) to the rectified ones, a mean over channels, summed over
+        the positions whose pseudo label (N, H, W) is foreground. Ignored positions are neither rectified nor mixed in.
+        """
         label = nearest(pseudo, (features.shape[-2], features.shape[-1])).flatten(1)  # (N, P)
         query = F.normalize(self.query(features).flatten(2), dim=1)  # (N, C, P)
         key = F.normalize(self.key(features).flatten(2), dim=1)
         cosine = (query.transpose(1, 2) @ key).to(torch.get_default_dtype())  # (N, P, P)
-        # Not −inf: an image without any label would be softmax of nothing, which is not a number.
+        # Not −inf: for an image without any label the softmax would be nan.
         cosine = cosine.masked_fill((label == IGNORE)[:, None], torch.finfo(cosine.dtype).min)
         x = features.flatten(2).to(cosine.dtype)
         rectified = self.scale * (x @ cosine.softmax(-1).transpose(1, 2))  # (N, C, P)
@@ -66,7 +64,7 @@ def foreground(label: Tensor) -> Tensor:
 
 
 class ASPP(nn.Module):
-    """1×1, 3×3 at several dilations and the mean of the whole image, each with norm and ReLU; then 1×1 over all."""
+    """1×1, 3×3 at several dilations and the mean of the image, each with norm and ReLU; then 1×1 over all."""
 
     def __init__(self, channels: int, width: int, outputs: int, rates: Sequence[int]):
         super().__init__()
@@ -142,7 +140,7 @@ class DecoderHead(nn.Module):
 class Segmenter(nn.Module):
     """Images (N, 3, H, W), normalised, to class scores (N, K, H, W)."""
 
-    def __init__(self, backbone: ResNet, head: nn.Module, lorm: LoRM | None):
+    def __init__(self, backbone: ResNetBackbone, head: nn.Module, lorm: LoRM | None):
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -152,19 +150,19 @@ class Segmenter(nn.Module):
         return self.scores(self.backbone(x), x)
 
     def scores(self, stages: list[Tensor], x: Tensor) -> Tensor:
-        """Class scores of every pixel of x from its features, where those are needed as well."""
+        """Return the class scores of every pixel of x from its features."""
         return F.interpolate(self.head(stages), x.shape[2:], mode="bilinear")
 
 
 def build(model_type: str, layers: int, classes: int) -> Segmenter:
-    """A network of one of MODEL_TYPES on a ResNet of stride 8."""
+    """Return a new model of one of MODEL_TYPES, on a ResNet of stride 8."""
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type is one of {', '.join(MODEL_TYPES)}, not {model_type!r}")
     if layers not in DEPTHS:
         raise ValueError(f"layers is one of {', '.join(map(str, DEPTHS))}, not {layers}")
     rectifies = model_type == "res50_ASPP_lorm"
     last: int | Sequence[int] = (4, 8, 16)[: DEPTHS[layers][-1]] if rectifies else 4
-    backbone = ResNet(layers, dilations=(1, 1, 2, last))
+    backbone = ResNetBackbone(layers, dilations=(1, 1, 2, last))
     channels, low = backbone.channels, backbone.channels // 8
     if rectifies:
         return Segmenter(backbone, AsppHead(channels, classes), LoRM(channels))
@@ -174,37 +172,6 @@ def build(model_type: str, layers: int, classes: int) -> Segmenter:
 
 
 def load_backbone(model: Segmenter, path: str) -> None:
-    """Load ImageNet weights under torchvision's names; its classifier (`fc`) is left out."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"model_path is a file of ImageNet weights, {path} is not there; correct it or leave it out")
-    found = {name: tensor for name, tensor in _read_weights(file).items() if not name.startswith("fc.")}
-    own = model.backbone.state_dict()
-    # Counters of batches are younger than some of torchvision's files, and mean nothing here.
-    missing = sorted(name for name in own.keys() - found.keys() if not name.endswith("num_batches_tracked"))
-    strange = sorted(found.keys() - own.keys())
-    misfits = sorted(name for name in own.keys() & found.keys() if own[name].shape != found[name].shape)
-    wrong = (("lacks", missing), ("has", strange), ("has another shape of", misfits))
-    if any(names for _, names in wrong):
-        what = ", ".join(f"{kind} {_some(names)}" for kind, names in wrong if names)
-        raise ValueError(f"{file} is not for this ResNet: it {what}; give the file that fits --layers")
-    model.backbone.load_state_dict(found, strict=False)
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _read_weights(file: Path) -> dict[str, Tensor]:
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except (safetensors.SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"the weights {file} cannot be read ({reason}); download them again") from None
-    except Exception as error:  # torch refuses what is not tensors with an exception of pickle's
-        raise ValueError(f"the weights {file} are not plain tensors ({type(error).__name__}); convert them") from None
-    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-        raise ValueError(f"{file} is not a dict of tensors, as torchvision's weights are; save its state_dict")
-    return loaded
+    """Load ImageNet weights under torchvision's names, without its classifier `fc`."""
+    weights = read_weights(Path(path).expanduser())
+    copy_weights(model.backbone, weights, path, "Give the file that fits --layers.", skip=("fc.",))

@@ -1,9 +1,9 @@
-"""Semantic segmentation from scribbles: a few strokes, pseudo labels, and a class-driven promotion of both.
+"""Semantic segmentation from scribbles and pseudo labels.
 
 Training minimises a sum of five terms, each a mean over elements of its own:
 cross-entropy on scribbled pixels; cross-entropy with smoothing on pseudo-labelled ones; the entropy of the prediction,
 weighted by the nearness to a scribble (l_ds) and to a pseudo-labelled object (l_dc), over the pixels near one; and the
-distance of foreground features to what LoRM makes of them. Pixels labelled 255 take no part in any of them.
+distance of foreground features to their rectification by LoRM. Pixels labelled 255 are left out of all of them.
 
 Legend: N images, K classes, H × W pixels.
 """
@@ -17,26 +17,40 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...config import check
+from ...recipe import (
+    Augments,
+    Batch,
+    Describes,
+    EmbedsData,
+    Loss,
+    Predicts,
+    Pretrained,
+    Recipe,
+    SeveralTerms,
+    Split,
+    Sums,
+    Tests,
+)
 from ...rng import Rng
+from ..confusion import accuracy, class_mean, confusion_matrix, per_class
+from ..pixels import normalise
 from . import data, losses
-from .augment import Changes, augment
+from .augment import Augmentation, augment
 from .files import write_map
 from .infer import probabilities
 from .model import Segmenter, build, feature_size, foreground, load_backbone, nearest
-from .report import confusion_picture, iou_table
+from .report import write_test
 from .scenes import Scenes
 
-_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, by channel."""
-_SMALLEST_CROP = 32
+_MIN_CROP = 32
 _SMOKE_CROP = 64
 
 
 @dataclass
 class ScribbleOptions:
     model_type: Literal["res50_ASPP_lorm", "deeplabv2", "deeplabv3p"] = "res50_ASPP_lorm"
-    """ResNet + ASPP with LoRM in training (res50, whatever --layers says), DeepLabv2, or DeepLabv3+."""
+    """ResNet + ASPP with LoRM in training (with any --layers), DeepLabv2, or DeepLabv3+."""
     layers: Literal[18, 34, 50, 101, 152] = 50
     """Layers of the ResNet."""
     model_path: str | None = None
@@ -44,7 +58,7 @@ class ScribbleOptions:
     data_path: str | None = None
     """A folder laid out like Pascal VOC (docs/recipes/scribble.md); without it, drawn scenes. Also --dataset_path."""
     num_classes: int = 21
-    """Classes with the background; labels are below it. Also --numclasses."""
+    """Number of classes, with the background. Also --numclasses."""
     scribbles: str = data.FOLDERS["scribble"]
     """In data_path, the folder of scribbles. Also --train_path."""
     pseudo_labels: str = data.FOLDERS["pseudo"]
@@ -54,13 +68,13 @@ class ScribbleOptions:
     distancemap_c: str = data.FOLDERS["near_pseudo"]
     """In data_path, the folder of distance maps of pseudo labels."""
     crop_size: int = 465
-    """Pixels a side of training crops, of the validation's centre crop and of the test's windows."""
+    """Pixels per side of training crops, of the validation's centre crop and of the test's windows."""
     scale: tuple[float, float] = (0.5, 2.0)
     """Training scenes are scaled by a factor between these two."""
     rotate: float = 10.0
-    """They are turned by up to so many degrees, either way."""
+    """They are rotated by up to so many degrees, either way."""
     blur: float = 0.5
-    """How often one is blurred."""
+    """Fraction of them that is blurred."""
     flip: bool = True
     """Mirror half of them."""
     l_segs: float = 1.0
@@ -81,24 +95,20 @@ class ScribbleOptions:
     """Pixels of the longer side at scale 1 in test and predict; 0: the image's own."""
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2 or self.num_classes > 255:
-            raise ValueError(f"num_classes is 2 to 255, the background counted, not {self.num_classes}")
-        if self.crop_size < _SMALLEST_CROP:
-            raise ValueError(f"crop_size is at least {_SMALLEST_CROP}, not {self.crop_size}")
-        if not 0 < self.scale[0] <= self.scale[1]:
-            raise ValueError(f"scale is two factors above 0, the smaller one first, not {self.scale}; 0.5 2 is usual")
-        if not (0 <= self.blur <= 1 and 0 <= self.smoothing < 1):
-            raise ValueError(
-                f"blur is in [0, 1] and smoothing in [0, 1), not {self.blur} and {self.smoothing}; 0.5, 0.1 are usual"
-            )
+        check(2 <= self.num_classes <= 255, "num_classes is 2 to 255, with the background", self.num_classes)
+        check(self.crop_size >= _MIN_CROP, f"crop_size is at least {_MIN_CROP}", self.crop_size)
+        rising = 0 < self.scale[0] <= self.scale[1]
+        check(rising, "scale is two factors above 0, the smaller one first", self.scale, "0.5 2 is usual")
+        check(0 <= self.blur <= 1, "blur is in [0, 1]", self.blur, "0.5 is usual")
+        check(0 <= self.smoothing < 1, "smoothing is in [0, 1)", self.smoothing, "0.1 is usual")
         for name in ("l_segs", "l_pesudo", "l_lorm", "l_ds", "l_dc", "rotate", "base_size"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name} is 0 or more, not {getattr(self, name)}")
-        if not self.test_scales or not all(math.isfinite(s) and s > 0 for s in self.test_scales):
-            raise ValueError(f"test_scales are one or more factors above 0, not {self.test_scales}; 1.0 will do")
+            value = getattr(self, name)
+            check(math.isfinite(value) and value >= 0, f"{name} is 0 or more", value)
+        positive = bool(self.test_scales) and all(math.isfinite(s) and s > 0 for s in self.test_scales)
+        check(positive, "test_scales are one or more factors above 0", self.test_scales, "1.0 will do")
 
 
-class ScribbleRecipe(Recipe):
+class ScribbleRecipe(Recipe, Augments, SeveralTerms, Pretrained, Tests, Predicts, EmbedsData, Describes):
     """Semantic segmentation from scribbles and pseudo labels."""
 
     Options: ClassVar[type] = ScribbleOptions
@@ -149,71 +159,40 @@ class ScribbleRecipe(Recipe):
         self._sources: dict[Split, data.Source] = {}
         self._names: tuple[str, ...] | None = None
 
-    # Data
-
-    def _source(self, split: Split) -> data.Source:
-        o = self.options
-        if split not in self._sources:
-            folders = dict(
-                zip(data.TRAINING, (o.scribbles, o.pseudo_labels, o.distancemap_s, o.distancemap_c), strict=True)
-            )
-            if o.data_path is None:
-                self._sources[split] = Scenes(split, o.crop_size)
-            else:
-                root = Path(o.data_path).expanduser()
-                listed: Split = "val" if split == "test" and not data.has_test(root) else split
-                self._sources[split] = data.VocFolder(root, listed, o.num_classes, folders)
-        return self._sources[split]
-
-    def dataset(self, split: Split) -> data.Source:
-        """Training scenes as they are, before `augment`; for validation the centre crop, for a test all of an image."""
-        assert len(self.names) == self.options.num_classes, "a list of names that is too long is refused here"
-        source = self._source(split)
-        if split == "train":
-            return data.Training(source)
-        return data.Labelled(source, self.options.crop_size if split == "val" else None)
-
     @property
     def names(self) -> tuple[str, ...]:
         if self._names is None:
             self._names = data.class_names(self.options.data_path, self.options.num_classes)
         return self._names
 
-    def describe_data(self, split: Split) -> str:
-        source = self._source(split)
-        return f"{source.source}, {len(source):,} for {split}"
-
-    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
-        o = self.options
-        return augment(item, rng, Changes(o.crop_size, o.scale, o.rotate, o.flip, o.blur))
-
-    def collate(self, items: list[dict[str, Tensor]]) -> Batch:
-        return default_collate(data.pad_together(items))
-
-    def write_data(self, folder: Path) -> str:
-        return data.write(folder, self.options.crop_size)
-
-    # Model and loss
-
     def model(self) -> Segmenter:
         return build(self.options.model_type, self.options.layers, self.options.num_classes)
 
-    def begin(self, model: nn.Module) -> str | None:
-        assert isinstance(model, Segmenter)
-        if self.options.model_path is None:
-            return "the ResNet starts from scratch; --model_path loads ImageNet weights"
-        load_backbone(model, self.options.model_path)
-        return f"the ResNet starts from {self.options.model_path}"
+    def dataset(self, split: Split) -> data.Source:
+        """Training scenes before `augment`; centre crops for validation, full images for a test."""
+        assert len(self.names) == self.options.num_classes, "class_names() pads or refuses"
+        source = self._source(split)
+        if split == "train":
+            return data.TrainingScenes(source)
+        return data.LabelledScenes(source, self.options.crop_size if split == "val" else None)
 
-    def describe_model(self, model: nn.Module) -> str:
-        assert isinstance(model, Segmenter)
-        lorm = 0 if model.lorm is None else sum(p.numel() for p in model.lorm.parameters())
-        aside = f", {lorm / 1e6:.2f} M of it LoRM for training" if lorm else ""
-        return f"{self.options.model_type} on ResNet-{self.options.layers}, {self.options.num_classes} classes{aside}"
+    def _source(self, split: Split) -> data.Source:
+        if split not in self._sources:
+            self._sources[split] = self._load(split)
+        return self._sources[split]
+
+    def _load(self, split: Split) -> data.Source:
+        o = self.options
+        if o.data_path is None:
+            return Scenes(split, o.crop_size)
+        root = Path(o.data_path).expanduser()
+        listed: Split = "val" if split == "test" and data.list_file(root, "test") is None else split
+        folders = (o.scribbles, o.pseudo_labels, o.distancemap_s, o.distancemap_c)
+        return data.VocFolder(root, listed, o.num_classes, dict(zip(data.TRAINING, folders, strict=True)))
 
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
         o = self.options
-        x = normalised(batch["image"])
+        x = normalise(batch["image"])
         stages = model.backbone(x)  # type: ignore[operator]
         log_p = model.scores(stages, x).to(x.dtype).log_softmax(1)  # type: ignore[operator]
         scribble, pseudo = batch["scribble"].long(), batch["pseudo"].long()
@@ -227,8 +206,20 @@ class ScribbleRecipe(Recipe):
             terms["lorm"] = o.l_lorm * model.lorm(stages[-1], pseudo)  # type: ignore[operator]
         return Loss.of_terms(**terms)
 
-    def weigh(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
-        """What each term is a mean over: labelled pixels, pixels near something, foreground positions of features."""
+    def collate(self, items: list[dict[str, Tensor]]) -> Batch:
+        return default_collate(data.pad_together(items))
+
+    def smoke(self) -> None:
+        self.options.crop_size = min(self.options.crop_size, _SMOKE_CROP)
+        self.options.test_scales = (1.0,)
+        self.options.base_size = min(self.options.base_size, _SMOKE_CROP)
+
+    def augment(self, item: dict[str, Tensor], rng: Rng) -> dict[str, Tensor]:
+        o = self.options
+        return augment(item, rng, Augmentation(o.crop_size, o.scale, o.rotate, o.flip, o.blur))
+
+    def term_counts(self, batch: Batch, rng: Rng) -> dict[str, Tensor]:
+        """Count what each term is a mean over: labelled pixels, pixels near a label, foreground positions."""
         pseudo = batch["pseudo"]
         counts = {
             "segs": losses.labelled(batch["scribble"]).sum(),
@@ -240,61 +231,60 @@ class ScribbleRecipe(Recipe):
             counts["lorm"] = foreground(nearest(pseudo, feature_size(*pseudo.shape[1:]))).sum()
         return counts
 
-    # Evaluation
+    def load_pretrained(self, model: nn.Module) -> str | None:
+        assert isinstance(model, Segmenter)
+        if self.options.model_path is None:
+            return "the ResNet starts from scratch; --model_path loads ImageNet weights"
+        load_backbone(model, self.options.model_path)
+        return f"the ResNet starts from {self.options.model_path}"
 
     def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
-        predicted = model(normalised(batch["image"])).argmax(1)
-        return {"confusion": losses.confusion(batch["label"], predicted, self.options.num_classes)}
+        predicted = model(normalise(batch["image"])).argmax(1)
+        return {"confusion": confusion_matrix(predicted, batch["label"], self.options.num_classes)}
+
+    def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Mean IoU over the classes that occur or are predicted, pixel accuracy, and the IoU of each class."""
+        matrix = sums["confusion"]
+        ious = per_class(matrix).iou
+        present = {f"iou/{name}": v for name, v in zip(self.names, ious.tolist(), strict=True) if not math.isnan(v)}
+        return {"miou": class_mean(ious), "accuracy": accuracy(matrix), **present}
 
     def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         pairs = zip(batch["label"], self.predict_batch(model, batch), strict=True)
         classes = self.options.num_classes
-        parts = [losses.confusion(label[: p.shape[0], : p.shape[1]], p, classes) for label, p in pairs]
+        parts = [confusion_matrix(p, label[: p.shape[0], : p.shape[1]], classes) for label, p in pairs]
         return {"confusion": torch.stack(parts).sum(0)}
 
-    def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Mean IoU over the classes that are there or were predicted, pixel accuracy, and the IoU of each class."""
-        matrix = sums["confusion"]
-        ious = losses.ious(matrix)
-        there = {name: iou for name, iou in zip(self.names, ious.tolist(), strict=True) if not math.isnan(iou)}
-        accuracy = float(matrix.diagonal().sum() / matrix.sum().clamp(min=1))
-        mean = sum(there.values()) / max(1, len(there))
-        return {"miou": mean, "accuracy": accuracy, **{f"iou/{name}": iou for name, iou in there.items()}}
-
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
-        """A table of each class's IoU, and a picture of it beside the confusion matrix."""
-        table = iou_table(sums["confusion"], self.names, folder / "iou.csv")
-        return [table, confusion_picture(sums["confusion"], self.names, folder / "iou.png")]
+        return write_test(sums["confusion"], self.names, folder)
 
-    # Prediction
-
-    def inputs(self, path: Path) -> data.Inputs:
+    def predict_dataset(self, path: Path) -> data.Inputs:
         return data.Inputs(path)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Tensor]:
-        """The labels of each image, (H, W) uint8; each image by itself, whatever else is in the batch."""
+        """Return the labels of each image, (H, W) uint8, independent of the other images in the batch."""
         o, out = self.options, []
         for image, (height, width) in zip(batch["image"], batch["size"].tolist(), strict=True):
-            x = normalised(image[None, :, :height, :width])[0]
+            x = normalise(image[None, :, :height, :width])[0]
             out.append(probabilities(model, x, o.crop_size, o.test_scales, o.base_size).argmax(0).to(torch.uint8))
         return out
 
     def save_predictions(self, predictions: list[Tensor], dataset: data.Inputs, folder: Path) -> list[Path]:
-        """A PNG in VOC's colours for each input, of its size and under its name."""
+        """Write a PNG in VOC's colours for each input, of its size and under its name."""
         made = [folder / dataset.output(file) for file in dataset.files]
         for labels, file in zip(predictions, made, strict=True):
             write_map(labels, file)
         return made
 
-    def smoke(self) -> None:
-        self.options.crop_size = min(self.options.crop_size, _SMOKE_CROP)
-        self.options.test_scales = (1.0,)
-        self.options.base_size = min(self.options.base_size, _SMOKE_CROP)
+    def write_data(self, folder: Path) -> str:
+        return data.write(folder, self.options.crop_size)
 
+    def describe_model(self, model: nn.Module) -> str:
+        assert isinstance(model, Segmenter)
+        lorm = 0 if model.lorm is None else sum(p.numel() for p in model.lorm.parameters())
+        note = f", {lorm / 1e6:.2f} M of it LoRM for training" if lorm else ""
+        return f"{self.options.model_type} on ResNet-{self.options.layers}, {self.options.num_classes} classes{note}"
 
-def normalised(image: Tensor) -> Tensor:
-    """uint8 images (N, 3, H, W) as the network takes them."""
-    x = image.to(torch.get_default_dtype()) / 255
-    # Channel by channel with plain numbers: a tensor of them would have to be copied to the device, which waits for it.
-    channels = zip(x.unbind(1), _MEAN, _DEVIATION, strict=True)
-    return torch.stack([(channel - mean) / deviation for channel, mean, deviation in channels], dim=1)
+    def describe_data(self, split: Split) -> str:
+        source = self._source(split)
+        return f"{source.source}, {len(source):,} for {split}"

@@ -1,8 +1,8 @@
-"""The embedded data: drawn scenes of coloured, textured shapes, labelled the way that scribble data sets are.
+"""The embedded data: drawn scenes of coloured, textured shapes, labelled like scribble data sets.
 
-Scene i is drawn from (split, i) alone. Beside the image there are its true labels, scribbles (a stroke through most
-shapes and two over the background, 255 elsewhere), pseudo labels as an image-level model would give them (edges out of
-place, unsure pixels 255, some shapes missed or taken for another), and how near each pixel is to a scribble and to a
+Scene i is drawn from (split, i) alone. An item has the image, its true labels, scribbles (a stroke through most shapes
+and two over the background, 255 elsewhere), pseudo labels as an image-level model would predict them (wrong at edges,
+255 where uncertain, some shapes missed or confused), and the nearness of each pixel to a scribble and to a
 pseudo-labelled shape (255 on it, falling to 0).
 
     Scenes("train", side=96)[7]["scribble"]      # (96, 72) or (72, 96) uint8
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from ...recipe import Split
 from ...rng import Rng
-from .model import IGNORE
+from ..confusion import IGNORE
 
 SIZES: dict[Split, int] = {"train": 480, "val": 48, "test": 48}
 _SEEDS: dict[Split, int] = {"train": 11, "val": 12, "test": 13}
 
 _FEWEST, _MOST = 2, 5
-"""Shapes of a scene."""
+"""Shapes per scene."""
 _SMALLEST, _LARGEST = 0.15, 0.25
-"""A shape's size, in longer sides of the scene."""
-_MISSED, _MISTAKEN = 0.1, 0.1
-"""How often a pseudo label has not seen a shape, or takes it for another."""
+"""Size of a shape, as a fraction of the scene's longer side."""
+_MISSED, _CONFUSED = 0.1, 0.1
+"""Probability that a pseudo label misses a shape, or confuses its class."""
 _NEAR = 1 / 8
-"""Where the distance maps reach 0, in longer sides of the scene."""
+"""Distance at which nearness is 0, as a fraction of the scene's longer side."""
 
 
 def _disc(x: Tensor, y: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ _SINES = torch.tensor([math.sin(angle) for angle in _ANGLES], dtype=torch.float3
 
 
 class Scenes:
-    """`size` scenes of one split, `side` pixels along their longer side. All that is known of each is in its item."""
+    """`size` scenes of one split, `side` pixels along their longer side."""
 
     source = "embedded scenes"
 
@@ -104,12 +104,12 @@ def _draw(rng: Rng, side: int) -> dict[str, Tensor]:
     height, width = (side, short) if rng.bernoulli("portrait", 0.5) else (short, side)
     count = _FEWEST + int(rng.integers("count", _MOST - _FEWEST + 1))
     kinds = rng.integers("kind", len(_OUTLINES), _MOST)[0, :count]
-    place = rng.uniform("place", _MOST, 3, dtype=torch.float32)[0, :count]
-    sizes = side * (_SMALLEST + (_LARGEST - _SMALLEST) * place[:, 2])
-    centres = (0.12 + 0.76 * place[:, :2]) * torch.tensor([width, height])
+    layout = rng.uniform("place", _MOST, 3, dtype=torch.float32)[0, :count]
+    sizes = side * (_SMALLEST + (_LARGEST - _SMALLEST) * layout[:, 2])
+    centres = (0.12 + 0.76 * layout[:, :2]) * torch.tensor([width, height])
     turns = rng.integers("turn", len(_ANGLES), _MOST)[0, :count]
     x, y = _local(height, width, centres, turns, sizes)  # (count, H, W)
-    # In pixels, so that edges and margins are the same for large shapes and small ones.
+    # In pixels, so that edges and margins do not depend on the size of a shape.
     distance = torch.stack([list(_OUTLINES.values())[k](x[i], y[i]) * sizes[i] for i, k in enumerate(kinds.tolist())])
     label = _paint(distance < 0, kinds + 1)
     pseudo = _pseudo(rng, distance, kinds, sizes)
@@ -126,7 +126,7 @@ def _draw(rng: Rng, side: int) -> dict[str, Tensor]:
 
 
 def _local(height: int, width: int, centres: Tensor, turns: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the pixels lie in each shape's own turned coordinates, in units of its size."""
+    """The pixels in each shape's own rotated coordinates, in units of its size."""
     cosine, sine = (table[turns] / sizes for table in (_COSINES, _SINES))
     x = torch.arange(width, dtype=torch.float32)[None, None, :] + 0.5 - centres[:, 0, None, None]
     y = torch.arange(height, dtype=torch.float32)[None, :, None] + 0.5 - centres[:, 1, None, None]
@@ -135,7 +135,7 @@ def _local(height: int, width: int, centres: Tensor, turns: Tensor, sizes: Tenso
 
 
 def _paint(inside: Tensor, labels: Tensor) -> Tensor:
-    """Later shapes over earlier ones, (H, W) uint8."""
+    """(H, W) uint8: later shapes cover earlier ones."""
     canvas = torch.zeros(inside.shape[1:], dtype=torch.int64)
     for mask, label in zip(inside, labels, strict=True):
         canvas = torch.where(mask, label, canvas)
@@ -160,21 +160,21 @@ def _image(rng: Rng, distance: Tensor, kinds: Tensor, x: Tensor, y: Tensor) -> T
 
 
 def _pseudo(rng: Rng, distance: Tensor, kinds: Tensor, sizes: Tensor) -> Tensor:
-    """Labels as a class-activation model gives them: about right inside, wrong at the edges, at times altogether."""
+    """Labels as a class-activation model gives them: mostly right inside, wrong at edges, some of another class."""
     wobble = rng.uniform("wobble", _MOST, 1, 4, 4, dtype=torch.float32)[0, : len(kinds)] - 0.5
     wobble = F.interpolate(wobble, distance.shape[1:], mode="bilinear")[:, 0]
     growth = 0.3 * (rng.uniform("growth", _MOST, dtype=torch.float32)[0, : len(kinds)] - 0.5)
-    believed = distance + (0.6 * wobble + growth[:, None, None]) * sizes[:, None, None]
+    predicted = distance + (0.6 * wobble + growth[:, None, None]) * sizes[:, None, None]
     other = (kinds + 1 + rng.integers("other", len(_OUTLINES) - 1, _MOST)[0, : len(kinds)]) % len(_OUTLINES)
-    label = 1 + torch.where(rng.bernoulli("mistaken", _MISTAKEN, _MOST)[0, : len(kinds)], other, kinds)
+    label = 1 + torch.where(rng.bernoulli("mistaken", _CONFUSED, _MOST)[0, : len(kinds)], other, kinds)
     seen = ~rng.bernoulli("missed", _MISSED, _MOST)[0, : len(kinds), None, None]
-    unsure = 0.08 * sizes[:, None, None]
-    masks = torch.stack([(believed < unsure) & seen, (believed < -unsure) & seen], 1).flatten(0, 1)
+    margin = 0.08 * sizes[:, None, None]
+    masks = torch.stack([(predicted < margin) & seen, (predicted < -margin) & seen], 1).flatten(0, 1)
     return _paint(masks, torch.stack([torch.full_like(label, IGNORE), label], 1).flatten())
 
 
 def _scribble(rng: Rng, distance: Tensor, label: Tensor, kinds: Tensor, x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
-    """A bent stroke along each shape and two over the background, well inside of what they mark."""
+    """A bent stroke along each shape and two over the background, with a margin to other classes."""
     height, width = label.shape
     pen = max(1.0, 0.006 * max(height, width))
     scribble = torch.full_like(label, IGNORE)
@@ -184,7 +184,7 @@ def _scribble(rng: Rng, distance: Tensor, label: Tensor, kinds: Tensor, x: Tenso
         path = (y[i] - bends[i, 0] * (1 - 2 * x[i] * x[i])) * sizes[i]
         marked = (path.abs() < pen) & (distance[i] < -0.1 * sizes[i]) & ~covered
         scribble = torch.where(marked, (kinds[i] + 1).to(torch.uint8), scribble)
-        covered = covered | (distance[i] < 2 * pen)  # nothing is scribbled close to the edge of what lies above
+        covered = covered | (distance[i] < 2 * pen)  # no scribble close to the edge of a shape above
     turns = rng.integers("background turn", len(_ANGLES), 2)[0]
     centres = (bends[_MOST:, :2] + 0.5) * torch.tensor([width, height])
     u, v = _local(height, width, centres, turns, torch.full((2,), float(max(height, width)), dtype=torch.float32))
@@ -196,7 +196,7 @@ def _scribble(rng: Rng, distance: Tensor, label: Tensor, kinds: Tensor, x: Tenso
 def nearness(marked: Tensor, reach: int) -> Tensor:
     """255 where `marked` (H, W), falling linearly with the distance to it, 0 from `reach` pixels on; uint8.
 
-    An exact Euclidean distance, up to `reach`: first along columns, then the best of all columns within it.
+    The Euclidean distance is exact up to `reach`: first along columns, then the minimum over columns.
     """
     far = float(4 * reach * reach)
     height = torch.arange(marked.shape[0])[:, None]

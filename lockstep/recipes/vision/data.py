@@ -1,17 +1,16 @@
-"""Where images come from: drawn shapes, IDX files, class folders, CIFAR-10, image and mask folders.
+"""Images with labels or masks: drawn shapes, IDX files, class folders, CIFAR-10, image and mask folders.
 
     load(None, "train", side=32, masks=False)               # the embedded shapes
     load("/usr/share/datasets/fashion-mnist", "test", 28, False)
     load("data", "val", 32, masks=True)                     # data/val/images, data/val/masks
 
-Data without a validation split lose `val_fraction` of their training images to one, chosen by number, not by chance.
+Data without a validation split get one from `val_fraction` of their training images, always the same ones.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -19,61 +18,62 @@ from torch import Tensor
 from ...recipe import Split
 from ...rng import Rng
 from .. import images
+from ..pixels import ENDINGS, data_folder, image_files, opened, to_picture
 from ..shapes import Shapes
 from . import idx, masks
 
-LARGEST = 224
-"""Side of the images of a folder, unless they are smaller or the user says."""
+MAX_SIDE = 224
+"""Largest default side of images."""
 _SHAPES_SIDE = 32
 _SPLIT_SEED = 20_240_601
-_WRITTEN: dict[Split, int] = {"train": 2_000, "val": 500, "test": 500}
-Form = Literal["auto", "folder", "masks", "idx"]
+_EMBEDDED: dict[Split, int] = {"train": 2_000, "val": 500, "test": 500}
+"""Images that `lockstep data` writes."""
 
 
-class Part:
-    """Some of a set's images, by number."""
+class Subset:
+    """The images of a data set with these indices."""
 
-    def __init__(self, whole: Any, chosen: Sequence[int]):
-        self.whole, self.chosen = whole, chosen
-        self.names, self.source = whole.names, whole.source
+    def __init__(self, dataset: Any, indices: Sequence[int]):
+        self.dataset, self.indices = dataset, indices
+        self.names, self.source = dataset.names, dataset.source
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.indices)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         return self.__getitems__([i])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        chosen = [self.chosen[i] for i in indices]
-        if hasattr(self.whole, "__getitems__"):
-            return list(self.whole.__getitems__(chosen))
-        return [self.whole[i] for i in chosen]
+        chosen = [self.indices[i] for i in indices]
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(chosen))
+        return [self.dataset[i] for i in chosen]
 
 
 def load(
     path: str | None, split: Split, side: int, with_masks: bool, val_fraction: float = 0.1, limit: int | None = None
 ) -> Any | None:
-    """One split, at most `limit` images of it, spread over the whole; None where the data have no such split."""
+    """Return one split, at most `limit` random images of it; None where the data have no such split."""
     found = _whole(path, split, side, with_masks)
     lacks_val = split != "test" and (found if split == "val" else _whole(path, "val", side, with_masks)) is None
     if lacks_val and val_fraction:
         train: Any = found if split == "train" else _whole(path, "train", side, with_masks)
-        found = Part(train, held_out(len(train), val_fraction, split == "val"))
+        found = Subset(train, held_out(len(train), val_fraction, split == "val"))
     if found is None or limit is None or limit >= len(found):
         return found
-    # Not every k-th: where classes come in turn, that might be one of them alone.
-    return Part(found, sorted(_shuffled(len(found), "limit")[:limit]))
+    # Not every k-th: where classes alternate, that might be one class only.
+    return Subset(found, sorted(_shuffled(len(found), "limit")[:limit]))
 
 
-def held_out(count: int, fraction: float, wanted: bool) -> list[int]:
-    """The numbers that make up the validation part (`wanted`) or the rest, in order; never all or none of them."""
+def held_out(count: int, fraction: float, val: bool) -> list[int]:
+    """Return the indices of the validation images (`val`) or of the others, in order; neither is empty."""
     order = _shuffled(count, "val")
     size = min(max(1, round(count * fraction)), count - 1)
-    return sorted(order[:size] if wanted else order[size:])
+    return sorted(order[:size] if val else order[size:])
 
 
 def _shuffled(count: int, name: str) -> list[int]:
-    """0 … count-1 in an order that is the same everywhere."""
+    """Return 0 … count-1 in a random order that is always the same."""
     index = torch.arange(count)
     draws = Rng.of(_SPLIT_SEED, torch.zeros_like(index), index).uniform(name, dtype=torch.float64)
     order: list[int] = draws.argsort(stable=True).tolist()
@@ -89,16 +89,13 @@ def _whole(path: str | None, split: Split, side: int, with_masks: bool) -> Any |
     if holds_idx(folder):
         return idx.load(folder, split, side)
     found = images.load(path, split, side)
-    # CIFAR-10 has no validation images: what is chosen by the test images cannot be tested on them.
+    # CIFAR-10 has no validation images. Its test images must not select a model that is tested on them.
     return None if split == "val" and isinstance(found, images.CifarImages) else found
 
 
 def _folder(path: str) -> Path:
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        hint = "; apt-get install dataset-fashion-mnist brings it" if "fashion-mnist" in path else "; correct it"
-        raise ValueError(f"data_path is a folder, {path} is {'a file' if folder.exists() else 'not there'}{hint}")
-    return folder
+    debian = "fashion-mnist" in path
+    return data_folder(path, "apt-get install dataset-fashion-mnist" if debian else "correct --data_path")
 
 
 def holds_idx(folder: Path) -> bool:
@@ -106,33 +103,24 @@ def holds_idx(folder: Path) -> bool:
 
 
 def native_side(path: str | None) -> int:
-    """The side of the data's own images: of the first one, and 224 at most."""
+    """Return the side of the data's first image, at most 224."""
     if path is None:
         return _SHAPES_SIDE
     folder = _folder(path)
     if holds_idx(folder):
         file = idx.file_of(folder, "train", "images") or idx.file_of(folder, "test", "images")
-        return max(idx.read(file, 3).shape[1:]) if file else LARGEST
+        return max(idx.read(file, 3).shape[1:]) if file else MAX_SIDE
     if any(folder.glob("**/data_batch_*.bin")):
         return _SHAPES_SIDE
-    first = next(iter(files_under(folder)), None)
+    first = next(iter(image_files(folder)), None)
     if first is None:
-        raise ValueError(f"{folder} holds no images ({' '.join(images.ENDINGS)}), IDX or CIFAR-10 files; correct it")
-    try:
-        with Image.open(first) as opened:
-            return min(*opened.size, LARGEST)
-    except OSError as error:
-        raise ValueError(f"the image {first} cannot be read ({error}); remove or replace it") from error
-
-
-def files_under(folder: Path) -> list[Path]:
-    """Image files at any depth, sorted; what begins with a dot is not a user's image."""
-    found = (p for p in folder.rglob("*") if p.suffix.lower() in images.ENDINGS and p.is_file())
-    return sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+        raise ValueError(f"{folder} holds no images ({' '.join(ENDINGS)}), IDX or CIFAR-10 files; correct it")
+    with opened(first) as image:
+        return min(*image.size, MAX_SIDE)
 
 
 class Inputs:
-    """What a user wants predicted, with a name for each image; and its file, where it has one of its own."""
+    """Images to predict with their names, and their files, unless they are in one IDX file."""
 
     def __init__(self, items: Any, names: list[str], files: list[Path] | None):
         self.items, self.names, self.files = items, names, files
@@ -145,7 +133,7 @@ class Inputs:
 
 
 def inputs(path: Path, side: int, with_masks: bool) -> Inputs:
-    """A file or a folder of images, or a file of IDX images, in sorted order."""
+    """Return the images of a file, a folder or an IDX file, in sorted order."""
     if path.is_file() and idx.is_idx(path):
         items = idx.IdxImages(path, None, side)
         return Inputs(items, [f"{path.name}[{i}]" for i in range(len(items))], None)
@@ -153,60 +141,32 @@ def inputs(path: Path, side: int, with_masks: bool) -> Inputs:
         files, names = [path], [path.name]
     else:
         root = path / "images" if with_masks and (path / "images").is_dir() else path
-        files = files_under(root)
+        files = image_files(root)
         names = [str(file.relative_to(root)) for file in files]
     if not files:
-        raise ValueError(f"there are no images ({' '.join(images.ENDINGS)}) in {path}; give another file or folder")
-    # As in training: what is classified is the middle square, what gets a mask is the whole.
+        raise ValueError(f"{path} holds no images ({' '.join(ENDINGS)}); give another file or folder")
+    # As in training: classification crops to the middle square, segmentation resizes the whole image.
     made: Any = masks.WholeImages(files, side)
     if not with_masks:
         made = images.FolderImages([(file, 0) for file in files], (), side, str(path))
     return Inputs(made, names, files)
 
 
-def write(folder: Path, form: Form, side: int, limit: int | None) -> str:
-    """The embedded shapes as files that `load` reads."""
-    counts = {split: min(count, limit or count) for split, count in _WRITTEN.items()}
-    made = ", ".join(f"{count} {split}" for split, count in counts.items())
-    if form == "idx":
-        _write_idx(folder, side, counts)
-        return f"IDX files in {folder}: {counts['train']} train, {counts['test']} test, grey, {side} pixels a side"
+def write(folder: Path, side: int, with_masks: bool, limit: int | None) -> str:
+    """Write the embedded shapes as files that `load` reads: class folders, or images and masks."""
+    counts = {split: min(count, limit or count) for split, count in _EMBEDDED.items()}
+    if not with_masks:
+        return images.write_folder(folder, counts, side)
     for split, count in counts.items():
-        if form == "masks":
-            _write_masks(folder / split, masks.ShapeMasks(split, side), count)
-        else:
-            _write_classes(folder / split, Shapes(split, side=side), count)
-    if form == "masks":
-        (folder / masks.CLASSES).write_text("\n".join(masks.ShapeMasks.names) + "\n")
-        return f"images and masks in {folder}: {made}; {len(masks.ShapeMasks.names)} classes, {side} pixels a side"
-    return f"class folders in {folder}: {made}; {len(Shapes.names)} classes, {side} pixels a side"
-
-
-def _picture(image: Tensor) -> Image.Image:
-    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
-
-
-def _write_classes(folder: Path, shapes: Shapes, count: int) -> None:
-    for name in shapes.names:
-        (folder / name).mkdir(parents=True)
-    for i, item in enumerate(shapes.__getitems__(range(count))):
-        _picture(item["image"]).save(folder / shapes.names[int(item["label"])] / f"{i:05d}.png")
+        _write_masks(folder / split, masks.ShapeMasks(split, side), count)
+    (folder / masks.CLASSES).write_text("\n".join(masks.ShapeMasks.names) + "\n")
+    made = ", ".join(f"{count} {split}" for split, count in counts.items())
+    return f"{made} images and masks of {len(masks.ShapeMasks.names)} classes, {side} pixels per side, in {folder}"
 
 
 def _write_masks(folder: Path, shapes: masks.ShapeMasks, count: int) -> None:
     for kind in ("images", "masks"):
         (folder / kind).mkdir(parents=True)
     for i, item in enumerate(shapes.__getitems__(range(count))):
-        _picture(item["image"]).save(folder / "images" / f"{i:05d}.png")
+        to_picture(item["image"]).save(folder / "images" / f"{i:05d}.png")
         Image.fromarray(item["mask"].numpy()).save(folder / "masks" / f"{i:05d}.png")
-
-
-def _write_idx(folder: Path, side: int, counts: dict[Split, int]) -> None:
-    splits: tuple[Split, ...] = ("train", "test")
-    for split in splits:
-        items = Shapes(split, side=side).__getitems__(range(counts[split]))
-        grey = np.stack([np.array(_picture(item["image"]).convert("L")) for item in items])
-        labels = np.array([int(item["label"]) for item in items], dtype=np.uint8)
-        name = {"train": "train", "test": "t10k"}[split]
-        idx.write(folder / f"{name}-images-idx3-ubyte.gz", grey)
-        idx.write(folder / f"{name}-labels-idx1-ubyte.gz", labels)

@@ -1,4 +1,4 @@
-"""IDX files, as MNIST and Fashion-MNIST come: a header of sizes, then bytes; often packed with gzip.
+"""IDX files, the format of MNIST and Fashion-MNIST: a header of sizes, then bytes; often compressed with gzip.
 
 folder/train-images-idx3-ubyte[.gz]   train-labels-idx1-ubyte[.gz]
 folder/t10k-images-idx3-ubyte[.gz]    t10k-labels-idx1-ubyte[.gz]
@@ -18,28 +18,28 @@ from torch import Tensor
 
 _BYTES = 8
 """The code of unsigned bytes in an IDX header."""
-_PARTS = {"train": "train", "test": "t10k"}
+_PREFIXES = {"train": "train", "test": "t10k"}
 FASHION = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def file_of(folder: Path, split: str, kind: str) -> Path | None:
-    """The file of a split's `images` or `labels`, whichever way it is spelt and packed."""
+    """Return the file of a split's `images` or `labels`, in either spelling, compressed or not."""
     rank = 3 if kind == "images" else 1
     for joint in ("-", "."):
         for packed in ("", ".gz"):
-            file = folder / f"{_PARTS[split]}-{kind}{joint}idx{rank}-ubyte{packed}"
+            file = folder / f"{_PREFIXES[split]}-{kind}{joint}idx{rank}-ubyte{packed}"
             if file.is_file():
                 return file
     return None
 
 
 def is_idx(path: Path) -> bool:
-    """Whether a file is named as IDX images are."""
+    """Return whether a file has the name of IDX images."""
     return path.name.removesuffix(".gz").endswith(("-images-idx3-ubyte", "-images.idx3-ubyte"))
 
 
 def read(file: Path, dimensions: int) -> np.ndarray:
-    """uint8 of that many dimensions."""
+    """Return a uint8 array of that many dimensions."""
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
             content = opened.read()
@@ -60,12 +60,6 @@ def read(file: Path, dimensions: int) -> np.ndarray:
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
 
-def write(file: Path, values: np.ndarray) -> None:
-    header = bytes([0, 0, _BYTES, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
-    content = header + np.ascontiguousarray(values, dtype=np.uint8).tobytes()
-    file.write_bytes(gzip.compress(content, mtime=0) if file.suffix == ".gz" else content)
-
-
 class IdxImages:
     """Grey images of an IDX file, in memory, as RGB; without `labels`, images to predict."""
 
@@ -79,12 +73,13 @@ class IdxImages:
             return
         if len(self.labels) != len(self.pixels):
             raise ValueError(
-                f"{images} has {len(self.pixels)} images and {labels} {len(self.labels)} labels; they do not belong "
-                "together"
+                f"{images} has {len(self.pixels)} images and {labels} {len(self.labels)} labels; give files of one set"
             )
         found = int(self.labels.max()) + 1
         if classes is not None and found > classes:
-            raise ValueError(f"{labels} holds the label {found - 1}, training has {classes} classes; it is another set")
+            raise ValueError(
+                f"{labels} holds the label {found - 1}, training has {classes} classes; give files of one set"
+            )
         count = classes or found
         fashion = "fashion" in str(images.resolve()).lower() and count == len(FASHION)
         self.names = FASHION if fashion else tuple(map(str, range(count)))
@@ -112,18 +107,18 @@ class IdxImages:
 
 
 def load(folder: Path, split: str, side: int) -> IdxImages | None:
-    """One split; there is no val among these files."""
+    """Return one split; IDX files have no val."""
     if split == "val":
         return None
     images, labels = file_of(folder, split, "images"), file_of(folder, split, "labels")
     if images is None and labels is None and split == "test":
         return None
     if images is None or labels is None:
-        lacks = f"{_PARTS[split]}-{'images-idx3' if images is None else 'labels-idx1'}-ubyte[.gz]"
-        raise ValueError(f"IDX data in {folder} lack {lacks}; put it there")
+        lacks = f"{_PREFIXES[split]}-{'images-idx3' if images is None else 'labels-idx1'}-ubyte[.gz]"
+        raise ValueError(f"IDX data in {folder} lack {lacks}; add it")
     if split == "train":
         return IdxImages(images, labels, side)
     train = file_of(folder, "train", "labels")
     if train is None:
-        raise ValueError(f"IDX data in {folder} lack train-labels-idx1-ubyte[.gz]; put it there")
+        raise ValueError(f"IDX data in {folder} lack train-labels-idx1-ubyte[.gz]; add it")
     return IdxImages(images, labels, side, int(read(train, 1).max()) + 1)

@@ -1,9 +1,9 @@
 """Images with masks, for segmentation: drawn shapes, or folders of images and masks of the same names.
 
-    folder/[train/]images/a.jpg   folder/[train/]masks/a.png   folder/classes.txt (one name a line; may be missing)
+    folder/[train/]images/a.jpg   folder/[train/]masks/a.png   folder/classes.txt (one name per line; optional)
 
-A mask is an 8-bit picture of class numbers, 255 where there is no label; or 0 and 255 alone, the second being the
-foreground. Image and mask are resized as a whole to a square. Items: `image` (3, S, S) uint8, `mask` (S, S) uint8.
+A mask is an 8-bit image of class numbers, 255 for no label; or of 0 and 255 alone, background and foreground. Image and
+mask are resized to a square without cropping. Items: `image` (3, S, S) uint8, `mask` (S, S) uint8.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from ...recipe import Split
-from ..images import ENDINGS
+from ..confusion import IGNORE
+from ..pixels import ENDINGS, opened, pixels_of
 from ..shapes import Shapes
-from .metrics import NO_LABEL
 
 CLASSES = "classes.txt"
 
@@ -46,19 +46,19 @@ class ShapeMasks:
 
 
 def covered(image: Tensor) -> Tensor:
-    """(S, S) bool: where one shape of one colour covers at least half of a pixel of one background.
+    """(S, S) bool: which pixels of a drawn image its shape covers by at least half.
 
-    Corners are background, and the pixel that differs most from them is all shape; others mix the two linearly.
+    Corners are background, and the pixel that differs most from them is all shape; edge pixels mix the two linearly.
     """
     pixels = image.float()
-    away = pixels - pixels[:, :1, :1]
-    farthest = away.flatten(1)[:, away.square().sum(0).argmax()]
-    share = (away * farthest[:, None, None]).sum(0) / farthest.square().sum()
-    return share >= 0.5
+    difference = pixels - pixels[:, :1, :1]
+    largest = difference.flatten(1)[:, difference.square().sum(0).argmax()]
+    coverage = (difference * largest[:, None, None]).sum(0) / largest.square().sum()
+    return coverage >= 0.5
 
 
 class MaskedImages:
-    """Image files with the files of their masks, read when asked for."""
+    """Image files with the files of their masks, read on access."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class MaskedImages:
         values = read_mask(file)
         if self.two_valued:
             values = (values > 0).astype(np.uint8)
-        strange = values[(values >= len(self.names)) & (values != NO_LABEL)]
-        if len(strange):
+        unknown = values[(values >= len(self.names)) & (values != IGNORE)]
+        if len(unknown):
             raise ValueError(
-                f"the mask {file} holds the class {strange.max()}, there are {len(self.names)} (and {NO_LABEL} for no "
+                f"the mask {file} holds the class {unknown.max()}, there are {len(self.names)} (and {IGNORE} for no "
                 f"label); correct it, or name all classes in {CLASSES}"
             )
         size = (self.side, self.side)
@@ -94,7 +94,7 @@ class MaskedImages:
 
 
 class WholeImages:
-    """Image files without masks, to predict; resized as a whole."""
+    """Image files without masks, to predict; resized without cropping."""
 
     def __init__(self, files: Sequence[Path], side: int):
         self.files, self.side = files, side
@@ -108,70 +108,68 @@ class WholeImages:
 
 def read_image(file: Path, side: int) -> Tensor:
     """(3, side, side) uint8."""
-    try:
-        with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
-    except Exception as error:  # Pillow's decoders raise many kinds
-        raise ValueError(f"the image {file} cannot be read ({error}); remove or replace it") from error
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    with opened(file) as image:
+        rgb = ImageOps.exif_transpose(image).convert("RGB")
+        return pixels_of(rgb.resize((side, side), Image.Resampling.BILINEAR))
 
 
 def read_mask(file: Path) -> np.ndarray:
     """(height, width) uint8."""
-    try:
-        with Image.open(file) as opened:
-            mode = opened.mode
-            mask = np.array(opened.convert("L") if mode == "1" else opened)
-    except Exception as error:
-        raise ValueError(f"the mask {file} cannot be read ({error}); remove or replace it") from error
+    with opened(file, "mask") as image:
+        mode = image.mode
+        mask = np.array(image.convert("L") if mode == "1" else image)
     if mode not in ("1", "L", "P"):
-        raise ValueError(f"a mask holds one byte a pixel, the class, {file} is of the kind {mode}; convert it")
+        raise ValueError(f"a mask has one byte per pixel, the class, {file} has mode {mode}; convert it")
     return mask
 
 
 def load(folder: Path, split: Split, side: int) -> MaskedImages | None:
-    """One split of a folder; without split folders all is train."""
-    parted = (folder / "train").is_dir()
-    place = folder / split if parted else folder
-    if not parted and split != "train":
+    """Return one split of a folder; without split folders all images are train."""
+    has_splits = (folder / "train").is_dir()
+    root = folder / split if has_splits else folder
+    if not has_splits and split != "train":
         return None
-    if split != "train" and not place.is_dir():
+    if split != "train" and not root.is_dir():
         return None
-    train = _pairs(folder / "train" if parted else folder)
+    train = _pairs(folder / "train" if has_splits else folder)
     names, two_valued = _classes(folder, train)
-    return MaskedImages(train if split == "train" else _pairs(place), names, two_valued, side, f"masks in {place}")
+    return MaskedImages(train if split == "train" else _pairs(root), names, two_valued, side, f"masks in {root}")
 
 
-def _pairs(place: Path) -> list[tuple[Path, Path]]:
-    if not (place / "images").is_dir() or not (place / "masks").is_dir():
-        raise ValueError(f"images with masks lie in {place}/images and {place}/masks, which are not there; make them")
-    images = sorted(p for p in (place / "images").iterdir() if p.suffix.lower() in ENDINGS and p.name[0] != ".")
+def _pairs(folder: Path) -> list[tuple[Path, Path]]:
+    if not (folder / "images").is_dir() or not (folder / "masks").is_dir():
+        raise ValueError(
+            f"images with masks are read from {folder}/images and {folder}/masks, which do not exist; create them"
+        )
+    images = sorted(p for p in (folder / "images").iterdir() if p.suffix.lower() in ENDINGS and p.name[0] != ".")
     if not images:
-        raise ValueError(f"{place}/images holds no images ({' '.join(ENDINGS)}); fill it")
-    masks = {p.stem: p for p in (place / "masks").iterdir() if p.suffix.lower() in ENDINGS and p.name[0] != "."}
+        raise ValueError(f"{folder}/images holds no images ({' '.join(ENDINGS)}); fill it")
+    masks = {p.stem: p for p in (folder / "masks").iterdir() if p.suffix.lower() in ENDINGS and p.name[0] != "."}
     missing = [p.name for p in images if p.stem not in masks]
     if missing:
-        raise ValueError(f"{len(missing)} images in {place}/images have no mask of the same name, such as {missing[0]}")
+        raise ValueError(
+            f"{len(missing)} images in {folder}/images have no mask of the same name, such as {missing[0]}"
+        )
     return [(image, masks[image.stem]) for image in images]
 
 
 def _classes(folder: Path, pairs: list[tuple[Path, Path]]) -> tuple[tuple[str, ...], bool]:
-    """The names of the classes, and whether masks are of 0 and 255 alone."""
+    """Return the names of the classes, and whether masks are of 0 and 255 alone."""
     if (folder / CLASSES).is_file():
         names = tuple(line.strip() for line in (folder / CLASSES).read_text().splitlines() if line.strip())
-        if not 2 <= len(names) <= NO_LABEL:
-            raise ValueError(f"{folder / CLASSES} names 2 to {NO_LABEL} classes, one a line, not {len(names)}; mend it")
+        if not 2 <= len(names) <= IGNORE:
+            raise ValueError(f"{folder / CLASSES} names 2 to {IGNORE} classes, one per line, not {len(names)}; fix it")
         return names, False
     values = _values(tuple(mask for _, mask in pairs))
-    if values == {0, NO_LABEL}:
+    if values == {0, IGNORE}:
         return ("background", "foreground"), True
-    highest = max(values - {NO_LABEL}, default=0)
+    highest = max(values - {IGNORE}, default=0)
     if highest == 0:
-        raise ValueError(f"the masks under {folder} hold no class but 0; there is nothing to tell apart")
+        raise ValueError(f"the masks under {folder} hold no class but 0; label some pixels")
     return tuple(f"class {k}" for k in range(highest + 1)), False
 
 
 @lru_cache(maxsize=4)
 def _values(masks: tuple[Path, ...]) -> frozenset[int]:
-    """Every value that occurs; train, val and test ask for it, reading all files takes a while."""
+    """Return every value that occurs. Cached: each split needs it, and reading all masks takes a while."""
     return frozenset(value for mask in masks for value in np.unique(read_mask(mask)).tolist())

@@ -5,23 +5,25 @@
 
 Parameters have the names of torchvision (ResNet) and timm (ViT), so that their ImageNet weights load as they are.
 
-Legend: n samples, S pixels a side, K classes, L tokens, D width of a token, H heads.
+Legend: n samples, S pixels per side, K classes, L tokens, D width of a token, H heads.
 """
+
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..resnet import DEPTHS, Basic, Bottleneck
+from ...weights import copy_weights, read_weights
+from ..resnet import ResNetClassifier
 
 RESNETS = {"resnet18": 18, "resnet34": 34, "resnet50": 50}
-NAMES = (*RESNETS, "vit_s", "unet")
-STEMS = ("auto", "imagenet", "small", "pooled")
 HEADS = ("fc", "head", "last")
-"""The modules that give one value a class: what pretrained weights of other classes have no use for."""
+"""The last layers, with one output per class: new where pretrained weights are of other classes."""
 SMALL = 64
-"""Largest side for which a stem keeps the resolution."""
+"""Largest side for which the stem keeps the resolution."""
+_REMEDY = "Give the --model, --stem, --width and --img_size that it was trained with."
 _VIT_DEPTH, _VIT_HEADS = 12, 6
 _UNET_LEVELS = 5
 
@@ -29,14 +31,14 @@ _UNET_LEVELS = 5
 def build(
     name: str, *, classes: int, side: int, width: int = 64, stem: str = "auto", patch: int | None = None
 ) -> nn.Module:
-    """The model of that name, freshly initialised."""
+    """Return a new model of that name."""
     if name == "unet":
         if side < 1 << _UNET_LEVELS - 1:
             raise ValueError(f"a unet halves its images four times: img_size is at least 16, not {side}")
         return UNet(classes, width)
     if name == "vit_s":
         return ViT(classes, side, patch or patch_for(side), _VIT_HEADS * width)
-    return ResNetClassifier(RESNETS[name], classes, stem_for(side) if stem == "auto" else stem, width)
+    return ResNetClassifier(RESNETS[name], stem_for(side) if stem == "auto" else stem, width, classes=classes)
 
 
 def stem_for(side: int) -> str:
@@ -44,43 +46,8 @@ def stem_for(side: int) -> str:
 
 
 def patch_for(side: int) -> int:
-    """16, as published; small images are cut finer, into at least 7 × 7 patches."""
+    """Return the default patch size: 16; less for small images, so that there are at least 7 × 7 patches."""
     return 16 if side > SMALL else next((p for p in (8, 4, 2) if side % p == 0 and side // p >= 7), 1)
-
-
-class ResNetClassifier(nn.Module):
-    """A ResNet with its head. `width` is the channels of the first stage, 64 as published.
-
-    Stems: `imagenet`, 7×7 of stride 2 and a pooling; `small`, 3×3 that keeps the resolution; `pooled`, that and a
-    pooling, at a quarter of the cost.
-    """
-
-    def __init__(self, layers: int, classes: int, stem: str, width: int):
-        super().__init__()
-        block: type[Basic] | type[Bottleneck] = Basic if layers < 50 else Bottleneck
-        self.stem = stem
-        large = stem == "imagenet"
-        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False) if large else nn.Conv2d(3, width, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        channels = width
-        for stage, depth in enumerate(DEPTHS[layers]):
-            blocks = list[nn.Module]()
-            for i in range(depth):
-                blocks.append(block(channels, width << stage, 2 if stage and i == 0 else 1, 1))
-                channels = (width << stage) * block.expansion
-            setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
-        self.fc = nn.Linear(channels, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        if self.stem != "small":
-            x = F.max_pool2d(x, 3, 2, 1)
-        for stage in range(1, 5):
-            x = self.get_submodule(f"layer{stage}")(x)
-        return self.fc(x.mean((2, 3)))
 
 
 class Attention(nn.Module):
@@ -178,21 +145,36 @@ class UNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        kept: list[Tensor] = []
+        skips: list[Tensor] = []
         for level, block in enumerate(self.down):
             x = block(F.max_pool2d(x, 2) if level else x)
-            kept.append(x)
-        for block, skip in zip(self.up, reversed(kept[:-1]), strict=True):
-            # To the size of what it joins, which an odd side makes one more than twice its own.
+            skips.append(x)
+        for block, skip in zip(self.up, reversed(skips[:-1]), strict=True):
+            # To the size of the skip connection: with an odd side that is not twice its own.
             x = F.interpolate(x, size=skip.shape[-2:], mode="bilinear", align_corners=False)
             x = block(torch.cat([skip, x], dim=1))
         return self.last(x)
 
 
-def count_flops(model: nn.Module, side: int) -> dict[str, int]:
-    """Floating-point operations of one image forward, by module and under "" in all; nothing is computed.
+def load_pretrained(model: nn.Module, path: str) -> str:
+    """Load weights of torchvision, timm or another run; a line that says what was loaded.
 
-    A multiplication and an addition count as two. `model` lives on the meta device.
+    A head with another number of classes keeps its initial weights.
+    """
+    weights, own = read_weights(Path(path).expanduser()), model.state_dict()
+    head = next(name for name in HEADS if f"{name}.bias" in own)
+    classes = len(own[f"{head}.bias"])
+    found = len(weights.get(f"{head}.bias", ()))
+    skip = () if found == classes else (f"{head}.",)
+    count = copy_weights(model, weights, path, _REMEDY, skip)
+    note = f"; the head {head} is new ({found or 'no'} classes in the file, {classes} here)" if skip else ""
+    return f"pretrained: {count} tensors from {path}{note}"
+
+
+def count_flops(model: nn.Module, side: int) -> dict[str, int]:
+    """Return the FLOPs of one image's forward pass by module, and under "" in total; nothing is computed.
+
+    A multiply-add counts as two. `model` is on the meta device.
     """
     model.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -202,10 +184,10 @@ def count_flops(model: nn.Module, side: int) -> dict[str, int]:
 
 
 def summary(model: nn.Module, side: int) -> str:
-    """A line for each part of the model: its parameters and operations. `model` lives on the meta device."""
+    """Return a table of the model's parts with their parameters and FLOPs. `model` is on the meta device."""
     flops = count_flops(model, side)
     parts = [(name, child) for name, child in model.named_children()]
     rows = [(name, sum(p.numel() for p in child.parameters()), flops.get(name, 0)) for name, child in parts]
-    rows.append(("in all", sum(p.numel() for p in model.parameters()), flops[""]))
+    rows.append(("total", sum(p.numel() for p in model.parameters()), flops[""]))
     lines = [f"{name:14}{count:>14,}{operations / 1e6:>14,.1f}" for name, count, operations in rows]
     return "\n".join([f"{'part':14}{'parameters':>14}{'MFLOPs/image':>14}", *lines])

@@ -1,7 +1,8 @@
-"""Image classification and segmentation: what class is it, of the image or of each pixel.
+"""Image classification and segmentation.
 
-Classification is cross-entropy with label smoothing. Segmentation is Dice + ½ cross-entropy, each the mean of an image,
-so that images weigh the same whatever part of them has labels. Flips and crops are keyed, on the device.
+The loss of classification is cross-entropy with label smoothing. That of segmentation is Dice + ½ cross-entropy, both
+per image, so that images have the same weight whatever part of them is labelled. Random flips and shifts are computed
+on the device.
 """
 
 import logging
@@ -13,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...recipe import Batch, Loss, Recipe, Split, Sums
+from ...config import check
+from ...recipe import Batch, Describes, EmbedsData, Loss, Predicts, Pretrained, Recipe, Split, Sums, Tests
 from ...rng import Rng
+from ..confusion import IGNORE, accuracy, class_mean, confusion_matrix, per_class
+from ..images import describe
+from ..pixels import normalise
 from . import data, report
-from .metrics import NO_LABEL, accuracy, by_class, confusion, mean, soft_dice
-from .model import build, count_flops, patch_for, stem_for, summary
-from .weights import load_pretrained
+from .losses import soft_dice
+from .model import build, count_flops, load_pretrained, patch_for, stem_for, summary
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's red, green and blue: what published weights expect."""
-_EXAMPLES = 8
 _SMOKE_IMAGES = 64
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _log = logging.getLogger(__name__)
@@ -31,67 +32,59 @@ _log = logging.getLogger(__name__)
 @dataclass
 class VisionOptions:
     model: Literal["resnet18", "resnet34", "resnet50", "vit_s", "unet"] = "resnet18"
-    """The network; unet segments, the others classify."""
+    """The network: unet for segmentation, the others for classification."""
     width: int = 64
-    """Channels of the first stage (of ViT, of each of its 6 heads); less makes a smaller model of the same form."""
+    """Channels of the first stage (of ViT, of each of its 6 heads); less makes a smaller model."""
     stem: Literal["auto", "imagenet", "small", "pooled"] = "auto"
-    """How a ResNet begins: 7×7, stride 4; 3×3, stride 1; 3×3 and a pooling. auto: small up to 64 pixels a side."""
+    """ResNet stem: imagenet (stride 4), small (3×3, stride 1), pooled (3×3 and pooling); auto: small up to 64 px."""
     patch_size: int | None = None
     """Of ViT; by default 16, and less for images of up to 64 pixels."""
     pretrained: str | None = None
-    """A file of weights to start from (.pth or .safetensors); a head of other classes is left out."""
+    """Pretrained weights (.pth or .safetensors); a head of other classes is not loaded."""
     data_path: str | None = None
     """A folder: IDX files, images in class folders, images/ and masks/, or CIFAR-10; without it, drawn shapes."""
     img_size: int | None = None
-    """Pixels a side; by default those of the first image, 224 at most."""
+    """Pixels per side; by default those of the first image, 224 at most."""
     class_names: tuple[str, ...] = ()
-    """The classes in order; by default those of the data. A run keeps them, so predicting needs no training data."""
+    """The classes in order; by default those of the data. Saved with a run, so predicting needs no training data."""
     val_fraction: float = 0.1
-    """What training images are kept for validation, where the data have none."""
+    """Fraction of the training images used for validation, where the data have no validation images."""
     max_samples: int | None = None
-    """Use at most this many images of each split, spread over it."""
+    """Use at most this many images of each split, chosen at random."""
     flip: bool = True
     """Mirror half of the training images; turn it off where left and right matter."""
     crop: int | None = None
-    """Largest shift of a training image in pixels, black coming in; by default an eighth of the side."""
+    """Largest shift of a training image in pixels, padded with black; by default an eighth of the side."""
     label_smoothing: float = 0.0
-    """Classification: what part of the target goes evenly to all classes."""
+    """Classification: fraction of the target that is spread over all classes."""
     dice_weight: float = 1.0
-    """Segmentation: factor of the Dice loss."""
+    """Segmentation: weight of the Dice loss."""
     cross_entropy_weight: float = 0.5
-    """Segmentation: factor of the cross-entropy."""
-    data_form: Literal["auto", "folder", "masks", "idx"] = "auto"
-    """What `lockstep data vision` writes; auto: masks for unet, else class folders."""
-    input: str | None = None
-    """What `main.py --task predict` looks at: an image, a folder, or a file of IDX images."""
+    """Segmentation: weight of the cross-entropy."""
     log_level: str | None = None
     """Level of Python's logging: DEBUG, INFO, WARNING or ERROR. INFO shows a table of the model."""
 
     def __post_init__(self) -> None:
         for name, least in (("width", 1), ("patch_size", 1), ("img_size", 8), ("max_samples", 2), ("crop", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is at least {least}, not {value}")
+            check(value is None or value >= least, f"{name} is at least {least}", value)
         for name in ("val_fraction", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is in [0, 1), not {getattr(self, name)}; 0.1 is usual")
-        if min(self.dice_weight, self.cross_entropy_weight) < 0 or not self.dice_weight + self.cross_entropy_weight:
-            raise ValueError(
-                f"dice_weight and cross_entropy_weight are at least 0 and not both 0, not {self.dice_weight} and "
-                f"{self.cross_entropy_weight}; 1.0 and 0.5 are usual"
-            )
+            check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name), "0.1 is usual")
+        weights = self.dice_weight, self.cross_entropy_weight
+        rule = "dice_weight and cross_entropy_weight are at least 0 and not both 0"
+        check(min(weights) >= 0 and any(weights), rule, f"{weights[0]} and {weights[1]}", "1.0 and 0.5 are usual")
         if self.log_level is not None:
             self.log_level = self.log_level.upper()
-            if self.log_level not in _LEVELS:
-                raise ValueError(f"log_level is one of {', '.join(_LEVELS)}, not {self.log_level}")
+            check(self.log_level in _LEVELS, f"log_level is one of {', '.join(_LEVELS)}", self.log_level)
 
 
-class VisionRecipe(Recipe):
+class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Describes):
     """Image classification (ResNet, ViT) and segmentation (UNet)."""
 
     Options: ClassVar[type] = VisionOptions
     options: VisionOptions
     aliases = {"ddp.enabled": "distributed", "ddp.log_level": "log_level"}
+    removed_options = frozenset({"data_form", "input"})
     defaults = {
         "batch_size": 32,
         "epochs": 10,
@@ -171,10 +164,21 @@ class VisionRecipe(Recipe):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The classes. Kept in the options, and with them in the run, whose model is nothing without them."""
+        """The classes. Stored in the options, so that a run saves them with its settings."""
         if not self.options.class_names:
             self.dataset("train")
         return self.options.class_names
+
+    def model(self) -> nn.Module:
+        options = self.options
+        return build(
+            options.model,
+            classes=len(self.names),
+            side=self.side,
+            width=options.width,
+            stem=options.stem,
+            patch=options.patch_size,
+        )
 
     def dataset(self, split: Split) -> Any | None:
         if split not in self._datasets:
@@ -192,58 +196,26 @@ class VisionRecipe(Recipe):
             self._datasets[split] = found
         return self._datasets[split]
 
-    def describe_data(self, split: Split) -> str:
-        found = self.dataset(split)
-        return "" if found is None else f"{found.source}, {len(found):,} images of {len(found.names)} classes"
-
-    def model(self) -> nn.Module:
-        options = self.options
-        return build(
-            options.model,
-            classes=len(self.names),
-            side=self.side,
-            width=options.width,
-            stem=options.stem,
-            patch=options.patch_size,
-        )
-
-    def begin(self, model: nn.Module) -> str | None:
-        return load_pretrained(model, self.options.pretrained) if self.options.pretrained else None
-
-    def describe_model(self, model: nn.Module) -> str:
-        options, side, classes = self.options, self.side, len(self.names)
-        with torch.device("meta"):
-            weightless = self.model()
-        _log.info("%s at %d × %d pixels\n%s", options.model, side, side, summary(weightless, side))
-        details = {
-            "unet": "",
-            "vit_s": f", patches of {options.patch_size or patch_for(side)}",
-        }.get(options.model, f", {stem_for(side) if options.stem == 'auto' else options.stem} stem")
-        width = f", width {options.width}" if options.width != 64 else ""
-        flops = count_flops(weightless, side)[""]
-        return f"{options.model}{width}{details}, {side} px, {classes} classes, {flops / 1e9:.3g} GFLOPs an image"
-
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
         image, target = batch["image"], batch["mask" if self.segments else "label"]
         if model.training:
-            image, target = self.vary(image, target, rng)
+            image, target = self.flip_and_shift(image, target, rng)
         logits = model(normalise(image)).to(torch.get_default_dtype())
-        right = logits.argmax(1) == target
         if not self.segments:
             smoothing = self.options.label_smoothing if model.training else 0.0
             total = F.cross_entropy(logits, target, label_smoothing=smoothing, reduction="sum")
-            return Loss(total, len(target), accuracy=right.sum())
+            return Loss(total, len(target), accuracy=(logits.argmax(1) == target).sum())
         dice, entropy = self.mask_losses(logits, target)
         total = self.options.dice_weight * dice.sum() + self.options.cross_entropy_weight * entropy.sum()
         return Loss(total, len(target), dice=dice.detach().sum(), cross_entropy=entropy.detach().sum())
 
     def mask_losses(self, logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Dice loss and cross-entropy of each image, (n,) both; pixels without a label count in neither."""
-        entropy = F.cross_entropy(logits, mask.long(), ignore_index=NO_LABEL, reduction="none").sum((1, 2))
-        return soft_dice(logits.softmax(1), mask), entropy / (mask != NO_LABEL).sum((1, 2)).clamp(min=1)
+        """Dice loss and cross-entropy of each image, (n,) both; without unlabelled pixels."""
+        entropy = F.cross_entropy(logits, mask.long(), ignore_index=IGNORE, reduction="none").sum((1, 2))
+        return soft_dice(logits.softmax(1), mask), entropy / (mask != IGNORE).sum((1, 2)).clamp(min=1)
 
-    def vary(self, image: Tensor, target: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
-        """Flipped and shifted, a mask with its image; what comes in from outside is black and has no label."""
+    def flip_and_shift(self, image: Tensor, target: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
+        """Flip and shift at random, a mask with its image; the padding is black and has no label."""
         crop = self.side // 8 if self.options.crop is None else self.options.crop
         if self.options.flip:
             flip = rng.bernoulli("flip", 0.5, 1, 1)
@@ -251,19 +223,25 @@ class VisionRecipe(Recipe):
             target = torch.where(flip, target.flip(-1), target) if self.segments else target
         if crop:
             shift = rng.integers("crop", 2 * crop + 1, 2)
-            image = shifted(image, shift, crop, 0)
-            target = shifted(target[:, None], shift, crop, NO_LABEL)[:, 0] if self.segments else target
+            image = translate(image, shift, crop, 0)
+            target = translate(target[:, None], shift, crop, IGNORE)[:, 0] if self.segments else target
         return image, target
 
-    def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
-        return self._judge(model, batch)[0]
+    def smoke(self) -> None:
+        self.options.max_samples = min(_SMOKE_IMAGES, self.options.max_samples or _SMOKE_IMAGES)
 
-    def _judge(self, model: nn.Module, batch: Batch) -> tuple[Sums, Tensor]:
-        """The sums of a batch, and what was predicted."""
+    def load_pretrained(self, model: nn.Module) -> str | None:
+        return load_pretrained(model, self.options.pretrained) if self.options.pretrained else None
+
+    def evaluate_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
+        return self._evaluate(model, batch)[0]
+
+    def _evaluate(self, model: nn.Module, batch: Batch) -> tuple[Sums, Tensor]:
+        """Return the sums of a batch, and the predicted classes."""
         target = batch["mask" if self.segments else "label"]
         logits = model(normalise(batch["image"])).to(torch.get_default_dtype())
         prediction = logits.argmax(1)
-        sums: Sums = {"confusion": confusion(prediction, target, len(self.names)), "images": float(len(target))}
+        sums: Sums = {"confusion": confusion_matrix(prediction, target, len(self.names)), "images": float(len(target))}
         if self.segments:
             dice, entropy = self.mask_losses(logits, target)
             return {**sums, "dice": dice.sum(), "entropy": entropy.sum()}, prediction
@@ -271,17 +249,22 @@ class VisionRecipe(Recipe):
 
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
         matrix, images = sums["confusion"], float(sums["images"])
-        values, entropy = by_class(matrix), float(sums["entropy"]) / images
+        values, entropy = per_class(matrix), float(sums["entropy"]) / images
         if not self.segments:
-            return {"loss": entropy, "accuracy": accuracy(matrix), "macro_f1": mean(values.f1)}
+            return {"loss": entropy, "accuracy": accuracy(matrix), "macro_f1": class_mean(values.f1)}
         loss = self.options.dice_weight * float(sums["dice"]) / images + self.options.cross_entropy_weight * entropy
-        return {"loss": loss, "miou": mean(values.iou), "dice": mean(values.f1), "accuracy": accuracy(matrix)}
+        return {
+            "loss": loss,
+            "miou": class_mean(values.iou),
+            "dice": class_mean(values.f1),
+            "accuracy": accuracy(matrix),
+        }
 
     def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
-        sums, prediction = self._judge(model, batch)
-        if self.segments and len(self._examples) < _EXAMPLES:
-            seen = (batch["image"].cpu(), batch["mask"].cpu(), prediction.to(torch.uint8).cpu())
-            self._examples += list(zip(*seen, strict=True))[: _EXAMPLES - len(self._examples)]
+        sums, prediction = self._evaluate(model, batch)
+        if self.segments and len(self._examples) < report.EXAMPLES:
+            triples = zip(batch["image"].cpu(), batch["mask"].cpu(), prediction.to(torch.uint8).cpu(), strict=True)
+            self._examples += list(triples)[: report.EXAMPLES - len(self._examples)]
         return sums
 
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
@@ -290,7 +273,7 @@ class VisionRecipe(Recipe):
             made.append(report.write_examples(self._examples, folder / "examples.png"))
         return made
 
-    def inputs(self, path: Path) -> data.Inputs:
+    def predict_dataset(self, path: Path) -> data.Inputs:
         return data.inputs(path, self.side, self.segments)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -301,36 +284,34 @@ class VisionRecipe(Recipe):
         return list(zip(label.tolist(), probability.tolist(), strict=True))
 
     def save_predictions(self, predictions: list[Any], dataset: data.Inputs, folder: Path) -> list[Path]:
-        """predictions.csv; for masks also a picture each, and the image under it."""
-        names = self.names
-        if not self.segments:
-            rows = [(n, names[k], f"{p:.6f}") for n, (k, p) in zip(dataset.names, predictions, strict=True)]
-            return [report.write_table(folder / "predictions.csv", ("file", "class", "probability"), rows)]
-        files: list[Path | None] = [*dataset.files] if dataset.files else [None] * len(dataset)
-        made, table = list[Path](), list[tuple[Any, ...]]()
-        for mask, name, file in zip(predictions, dataset.names, files, strict=True):
-            made.append(report.write_mask(mask, file, name, folder))
-            shares = torch.bincount(mask.flatten().long(), minlength=len(names)) / mask.numel()
-            table.append((name, made[-1].relative_to(folder), *(f"{share:.6f}" for share in shares.tolist())))
-        return [report.write_table(folder / "predictions.csv", ("file", "mask", *names), table), *made[:_EXAMPLES]]
+        if self.segments:
+            return report.write_masks(predictions, dataset.names, dataset.files, self.names, folder)
+        return report.write_labels(predictions, dataset.names, self.names, folder)
 
     def write_data(self, folder: Path) -> str:
-        form = self.options.data_form
-        chosen = ("masks" if self.segments else "folder") if form == "auto" else form
-        return data.write(folder, chosen, self.options.img_size or data.native_side(None), self.options.max_samples)
+        side = self.options.img_size or data.native_side(None)
+        return data.write(folder, side, self.segments, self.options.max_samples)
 
-    def smoke(self) -> None:
-        self.options.max_samples = min(_SMOKE_IMAGES, self.options.max_samples or _SMOKE_IMAGES)
+    def describe_model(self, model: nn.Module) -> str:
+        options, side, classes = self.options, self.side, len(self.names)
+        with torch.device("meta"):
+            on_meta = self.model()
+        _log.info("%s at %d × %d pixels\n%s", options.model, side, side, summary(on_meta, side))
+        details = {
+            "unet": "",
+            "vit_s": f", patches of {options.patch_size or patch_for(side)}",
+        }.get(options.model, f", {stem_for(side) if options.stem == 'auto' else options.stem} stem")
+        width = f", width {options.width}" if options.width != 64 else ""
+        flops = count_flops(on_meta, side)[""]
+        return f"{options.model}{width}{details}, {side} px, {classes} classes, {flops / 1e9:.3g} GFLOPs per image"
+
+    def describe_data(self, split: Split) -> str:
+        found = self.dataset(split)
+        return "" if found is None else describe(found)
 
 
-def normalise(image: Tensor) -> Tensor:
-    """uint8 (n, 3, S, S) to mean 0 and deviation 1 over ImageNet; numbers, not a tensor that has to be copied over."""
-    x = image.to(torch.get_default_dtype()) / 255
-    return torch.stack([(x[:, c] - _MEAN[c]) / _STD[c] for c in range(3)], dim=1)
-
-
-def shifted(picture: Tensor, shift: Tensor, most: int, fill: int) -> Tensor:
-    """(n, c, S, S), sample i moved by most − shift[i] pixels down and to the right; shift (n, 2) in [0, 2 · most]."""
+def translate(picture: Tensor, shift: Tensor, most: int, fill: int) -> Tensor:
+    """Move sample i of (n, c, S, S) by most − shift[i] pixels down and to the right; shift (n, 2) in [0, 2 · most]."""
     rows, columns = picture.shape[2:]
     padded = F.pad(picture, (most, most, most, most), value=fill)
     row = shift[:, 0, None] + torch.arange(rows, device=picture.device)

@@ -1,8 +1,6 @@
-"""What a person looks at after a test or a prediction: tables, plots, masks in colour."""
+"""What a test and a prediction of `vision` write: tables, plots, masks in colour."""
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,112 +9,55 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ...config import write_whole
-from .metrics import by_class
+from ..confusion import IGNORE, per_class
+from ..pixels import save_image, voc_palette
+from ..report import draw_bars, draw_confusion, figure, plot_side, save_figure, write_table
 
-_WORDS = 30
-"""Most classes that are written beside a plot."""
-_NUMBERS = 12
-"""Most classes for which the cells of a plot hold numbers."""
+EXAMPLES = 8
+"""Masks that a test shows and a prediction lists."""
 _OVERLAY = 0.5
 _GAP = 2
 
 
-def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    write_whole(path, text.getvalue())
-    return path
-
-
-def save_whole(path: Path, save: Callable[[Path], Any]) -> Path:
-    """Save beside and rename. The name beside keeps its ending, from which the format follows."""
-    beside = path.with_name(f".tmp-{path.name}")
-    save(beside)
-    beside.replace(path)
-    return path
-
-
 def write_test(matrix: Tensor, names: Sequence[str], folder: Path, of_pixels: bool) -> list[Path]:
-    """The confusion matrix and what follows from it for each class, as tables and plots."""
-    values = by_class(matrix)
-    columns = [("precision", values.precision), ("recall", values.recall)]
-    columns += [("dice", values.f1), ("iou", values.iou)] if of_pixels else [("f1", values.f1)]
+    """Write the confusion matrix and the metrics per class, as tables and plots."""
+    values = per_class(matrix)
+    metrics = {"precision": values.precision, "recall": values.recall}
+    metrics |= {"dice": values.f1, "iou": values.iou} if of_pixels else {"f1": values.f1}
+    counted = "pixels" if of_pixels else "images"
     rows = [
-        (name, int(matrix[k].sum()), *(f"{float(column[k]):.6f}" for _, column in columns))
+        (name, int(matrix[k].sum()), *(f"{float(metric[k]):.6f}" for metric in metrics.values()))
         for k, name in enumerate(names)
     ]
-    title = "IoU" if of_pixels else "F1"
+    cells = ((name, *row) for name, row in zip(names, matrix.tolist(), strict=True))
     return [
-        write_table(
-            folder / "per_class.csv", ("class", "pixels" if of_pixels else "images", *(n for n, _ in columns)), rows
-        ),
-        write_table(
-            folder / "confusion_matrix.csv",
-            ("truth \\ prediction", *names),
-            ((name, *matrix[k].tolist()) for k, name in enumerate(names)),
-        ),
-        _plot_confusion(matrix, names, folder / "confusion_matrix.png"),
-        _plot_bars(
-            values.iou if of_pixels else values.f1,
-            names,
-            title,
-            folder / f"per_class_{'iou' if of_pixels else 'f1'}.png",
-        ),
+        write_table(folder / "per_class.csv", ("class", counted, *metrics), rows),
+        write_table(folder / "confusion_matrix.csv", ("truth \\ prediction", *names), cells),
+        *_write_plots(matrix, names, folder, "IoU" if of_pixels else "F1", values.iou if of_pixels else values.f1),
     ]
 
 
-def _axes(width: float, height: float) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it would hold figures for ever and look for a screen
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'lockstep-train[plots]'") from None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
-
-
-def _plot_confusion(matrix: Tensor, names: Sequence[str], path: Path) -> Path:
-    """Rows are true classes, as shares of the row, so that large classes do not hide small ones."""
-    shares = (matrix / matrix.sum(1, keepdim=True).clamp(min=1)).double().numpy()
-    side = 3.5 + 0.45 * min(len(names), _WORDS)
-    figure, axes = _axes(side + 0.8, side)
-    picture = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
-    figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
-    if len(names) <= _WORDS:
-        axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
-        axes.set_yticks(range(len(names)), names)
-    if len(names) <= _NUMBERS:
-        for (truth, prediction), share in np.ndenumerate(shares):
-            if share >= 0.005:
-                colour = "white" if share > 0.5 else "black"
-                axes.text(prediction, truth, f"{share:.2f}", ha="center", va="center", fontsize=8, color=colour)
-    axes.set(xlabel="prediction", ylabel="truth", title="Confusion matrix")
-    return save_whole(path, lambda beside: figure.savefig(beside, dpi=110))
-
-
-def _plot_bars(values: Tensor, names: Sequence[str], title: str, path: Path) -> Path:
-    figure, axes = _axes(6.5, 1.4 + 0.28 * min(len(names), _WORDS))
-    bars = axes.barh(range(len(names)), values.nan_to_num().tolist(), color="#3b74b4")
-    axes.set(xlim=(0, 1.08), xlabel=title, title=f"{title} by class")
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(names) <= _WORDS:
-        axes.set_yticks(range(len(names)), names)
-        axes.bar_label(bars, [f"{value:.3f}" for value in values.tolist()], padding=3, fontsize=8)
-    return save_whole(path, lambda beside: figure.savefig(beside, dpi=110))
+def _write_plots(matrix: Tensor, names: Sequence[str], folder: Path, metric: str, values: Tensor) -> list[Path]:
+    side = plot_side(len(names))
+    square, axes = figure(side + 0.8, side)
+    draw_confusion(square, axes, matrix, names)
+    bars, axes = figure(6.5, 0.6 * side)
+    draw_bars(axes, values, names, metric)
+    return [
+        save_figure(square, folder / "confusion_matrix.png"),
+        save_figure(bars, folder / f"per_class_{metric.lower()}.png"),
+    ]
 
 
 def palette() -> np.ndarray:
-    """(256, 3) uint8: a colour for each class, black for the first, grey for what has no label; as Pascal VOC's."""
-    number, place = np.arange(256)[:, None], np.arange(8)
-    channels = [((number >> (3 * place + channel)) & 1) << (7 - place) for channel in range(3)]
-    colours = np.stack([channel.sum(1) for channel in channels], axis=1).astype(np.uint8)
-    colours[255] = 160
+    """(256, 3) uint8: Pascal VOC's colours, but grey for pixels without a label."""
+    colours = voc_palette()
+    colours[IGNORE] = 160
     return colours
 
 
-def coloured(mask: np.ndarray) -> Image.Image:
-    """A mask as a picture with a palette: its values are the classes, its colours tell them apart."""
+def with_palette(mask: np.ndarray) -> Image.Image:
+    """Return the mask as a picture whose values are the classes and whose palette has their colours."""
     picture = Image.fromarray(mask)
     picture.putpalette(palette().tobytes())
     return picture
@@ -130,7 +71,7 @@ def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def write_examples(examples: Sequence[tuple[Tensor, Tensor, Tensor]], path: Path) -> Path:
-    """Image, true mask and predicted mask side by side, one example a row."""
+    """Image, true mask and predicted mask side by side, one example per row."""
     rows = []
     for image, truth, prediction in examples:
         pixels = image.permute(1, 2, 0).numpy()
@@ -138,21 +79,37 @@ def write_examples(examples: Sequence[tuple[Tensor, Tensor, Tensor]], path: Path
         cells = [pixels, overlay(pixels, truth.numpy()), overlay(pixels, prediction.numpy())]
         padded = [np.pad(cell.repeat(scale, 0).repeat(scale, 1), ((0, _GAP), (0, _GAP), (0, 0))) for cell in cells]
         rows.append(np.concatenate(padded, axis=1))
-    return save_whole(path, Image.fromarray(np.concatenate(rows)).save)
+    return save_image(Image.fromarray(np.concatenate(rows)), path)
+
+
+def write_labels(
+    predictions: list[tuple[int, float]], names: list[str], classes: Sequence[str], folder: Path
+) -> list[Path]:
+    """Write predictions.csv with class and probability of each image."""
+    rows = [(name, classes[k], f"{p:.6f}") for name, (k, p) in zip(names, predictions, strict=True)]
+    return [write_table(folder / "predictions.csv", ("file", "class", "probability"), rows)]
+
+
+def write_masks(
+    predictions: list[Tensor], names: list[str], files: list[Path] | None, classes: Sequence[str], folder: Path
+) -> list[Path]:
+    """Write all masks, and predictions.csv with the fraction of each class; return it and the first masks."""
+    made, rows = list[Path](), list[tuple[Any, ...]]()
+    for i, (mask, name) in enumerate(zip(predictions, names, strict=True)):
+        made.append(write_mask(mask, files[i] if files else None, name, folder))
+        fractions = torch.bincount(mask.flatten().long(), minlength=len(classes)) / mask.numel()
+        rows.append((name, made[-1].relative_to(folder), *(f"{fraction:.6f}" for fraction in fractions.tolist())))
+    return [write_table(folder / "predictions.csv", ("file", "mask", *classes), rows), *made[:EXAMPLES]]
 
 
 def write_mask(mask: Tensor, file: Path | None, name: str, folder: Path) -> Path:
-    """The mask in the size of the image it is for, and, where there is such a file, the image tinted by it."""
+    """Write the mask in the size of its image and, where there is an image file, the image tinted by it."""
     values = mask.to(torch.uint8).numpy()
-    # a.jpg and a.webp may lie side by side: only .png is not said twice.
+    # a.jpg and a.webp may lie in one folder: both endings stay in the name.
     name = name if name.endswith(".png") else f"{name}.png"
-    path = folder / "masks" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     if file is not None:
         with Image.open(file) as opened:
             image = ImageOps.exif_transpose(opened).convert("RGB")
         values = np.array(Image.fromarray(values).resize(image.size, Image.Resampling.NEAREST))
-        above = folder / "overlays" / name
-        above.parent.mkdir(parents=True, exist_ok=True)
-        save_whole(above, Image.fromarray(overlay(np.array(image), values)).save)
-    return save_whole(path, coloured(values).save)
+        save_image(Image.fromarray(overlay(np.array(image), values)), folder / "overlays" / name)
+    return save_image(with_palette(values), folder / "masks" / name)

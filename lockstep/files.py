@@ -1,0 +1,42 @@
+"""Files that are whole or not there: written beside, flushed, renamed."""
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; what is written to it replaces `path` on leaving without an exception.
+
+    A reader, and a process that is killed, finds the old file or the new one, never a part of it.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the contents of `path`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder: only then does a rename survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system without this cannot do more
+            raise
+    finally:
+        os.close(handle)

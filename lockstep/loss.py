@@ -1,0 +1,184 @@
+"""The loss: sums from a recipe, and everything that turns them into the mean over the global batch.
+
+A recipe returns a sum and what it is summed over. Ranks and micro-batches hold different counts (pixels that have a
+label, residues that are masked), so a mean of means would be wrong: the engine divides by the count of the global
+batch, and this file is the only place that does. In one step, in this order:
+
+    micro_batches, per_sample = normalizer.count_terms(micro_batches)     a loss of several terms: counts come first
+    total, weight, logs = objective(batch, epoch, index, per_sample)      forward pass of each micro-batch
+    normalizer.scale(total, weight, samples).backward()                   times what is known before the last one
+    normalizer.gradient_factor()                                          what the summed gradients still need
+    loss_sums.add(total, weight, logs); loss_sums.means(world)            the values that are logged
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batching import MicroBatch
+from .distributed import World
+from .rng import Rng
+
+Sums = dict[str, Tensor | float]
+"""What an evaluation adds up over a data set, by name."""
+TermCounts = Callable[[Any, Rng], dict[str, Tensor]]
+"""How many elements each term of a loss is a mean over: `term_counts(batch, rng)` of a recipe."""
+
+
+class Loss:
+    """A loss as a sum and what it is summed over.
+
+    `total` is the sum over elements, `weight` how many elements there are: a Python number if it is proportional to
+    the number of samples (all pixels of all images), a tensor if it depends on the data (pixels that have a label).
+    `logs` are further sums over the same elements.
+
+    A loss of several terms, each a mean over elements of its own (pixels with a scribble, pixels near one), is
+    `Loss.of_terms(scribble=total, near=total)`, each total already times its coefficient. Its recipe derives from
+    `SeveralTerms` and counts the elements of each term, by the same names, in `term_counts`.
+    """
+
+    def __init__(self, total: Tensor, weight: float | Tensor, **logs: Tensor):
+        self.total = total
+        self.weight = weight
+        self.logs = logs
+        self.terms: dict[str, Tensor] = {}
+
+    @classmethod
+    def of_terms(cls, **terms: Tensor) -> "Loss":
+        loss = cls(torch.stack(list(terms.values())).sum(), 1.0)
+        loss.terms = terms
+        return loss
+
+    def by_sample(self, per_sample: dict[str, Tensor] | None, samples: int) -> "Loss":
+        """Return the same loss with one weight for all terms: the number of samples.
+
+        `per_sample`: of each term, the elements in the global batch divided by the samples in the global batch.
+        """
+        if not self.terms:
+            return self
+        if per_sample is None or per_sample.keys() != self.terms.keys():
+            raise ValueError(
+                f"the loss has the terms {', '.join(self.terms)}: derive the recipe from SeveralTerms, and let "
+                "term_counts() return a count under each of these names"
+            )
+        terms = {name: total / per_sample[name] for name, total in self.terms.items()}
+        return Loss(torch.stack(list(terms.values())).sum(), samples, **terms)
+
+
+class Objective(nn.Module):
+    """The module that the engine wraps and compiles: the model, and as its forward the recipe's loss."""
+
+    def __init__(self, loss: Callable[[nn.Module, Any, Rng], Loss], model: nn.Module, seed: int):
+        super().__init__()
+        self.model, self.loss, self.seed = model, loss, seed
+
+    def forward(
+        self, batch: Any, epoch: Tensor, index: Tensor, per_sample: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, float | Tensor, dict[str, Tensor]]:
+        loss = self.loss(self.model, batch, Rng.of(self.seed, epoch, index)).by_sample(per_sample, len(index))
+        return loss.total, loss.weight, loss.logs
+
+
+class Normalizer:
+    """Turns the sums of micro-batches into the gradient of the mean over the global batch.
+
+    Each micro-batch's sum is multiplied by what is known beforehand. A weight that is a tensor is known only when the
+    last micro-batch of all ranks has been through the model; gradients are multiplied by that once, at the end.
+    Nothing here waits for the device.
+    """
+
+    def __init__(self, term_counts: TermCounts | None, world: World, global_batch: int, seed: int, dtype: torch.dtype):
+        self.term_counts, self.world, self.global_batch = term_counts, world, global_batch
+        self.seed, self.dtype = seed, dtype
+        self.weight_per_sample: float | None = None
+        """Where the weight is a Python number: the same for every sample, micro-batch and rank."""
+        self._weight: Tensor | None = None
+
+    def count_terms(self, micro_batches: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], dict[str, Tensor] | None]:
+        """Return the micro-batches and, of each term, the elements per sample of the global batch.
+
+        A loss of one term is passed through: None, and the micro-batches are not even fetched.
+        """
+        if self.term_counts is None:
+            return micro_batches, None
+        micro_batches, counts = list(micro_batches), dict[str, Tensor]()
+        for micro in micro_batches:
+            if len(micro.indices):
+                rng = Rng.of(self.seed, micro.epochs, micro.indices)
+                for name, count in self.term_counts(micro.batch, rng).items():
+                    counts[name] = counts.get(name, 0) + count.detach().double()
+        # A term without an element anywhere has a total of 0, whatever it is divided by.
+        global_counts = self.world.sum(torch.stack(list(counts.values()))).clamp(min=1)
+        per_sample = (global_counts / self.global_batch).to(self.dtype)
+        return micro_batches, dict(zip(counts, per_sample, strict=True))
+
+    def scale(self, total: Tensor, weight: float | Tensor, samples: int) -> Tensor:
+        """Return what to call backward on: this micro-batch's share of the mean, as far as it is known."""
+        factor = 1 / self.global_batch
+        if isinstance(weight, Tensor):
+            self._weight = weight.detach() if self._weight is None else self._weight + weight.detach()
+            return total * factor
+        if self.weight_per_sample is None:
+            self.weight_per_sample = weight / samples
+        if not math.isclose(weight, self.weight_per_sample * samples, rel_tol=1e-9):
+            raise ValueError(
+                f"the weight of a loss is {weight:g} for {samples} samples, but was {self.weight_per_sample:g} per "
+                "sample before: a weight that is a Python number must be proportional to the number of samples; "
+                "return it as a tensor"
+            )
+        return total * (factor / self.weight_per_sample)
+
+    def gradient_factor(self) -> Tensor | None:
+        """Return what the summed gradients are still to be multiplied by; None if they are right already."""
+        if self._weight is None:
+            return None
+        weight, self._weight = self.world.sum(self._weight.to(self.dtype, copy=True)), None
+        return self.global_batch / weight
+
+    def reset(self) -> None:
+        """Drop the weights of a step that is not taken."""
+        self._weight = None
+
+
+class LossSums:
+    """Sums of losses and weights since the last log, kept on the device."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Any] = {}
+
+    def add(self, total: Tensor, weight: float | Tensor, logs: dict[str, Tensor]) -> None:
+        for name, value in {"loss": total, "weight": weight, **logs}.items():
+            value = value.detach() if isinstance(value, Tensor) else value
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def means(self, world: World) -> dict[str, float]:
+        """Return each sum over all ranks divided by the weight; the only place where training waits for the device."""
+        sums, self.sums = self.sums, {}
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in sums.values()])
+        reduced = dict(zip(sums, world.sum(values).tolist(), strict=True))
+        weight = reduced.pop("weight")
+        return {name: value / weight if weight else math.nan for name, value in reduced.items()}
+
+
+def loss_sums(loss: Loss, counts: dict[str, Tensor] | None = None) -> Sums:
+    """Return, for evaluation, a tensor (total, weight) under `loss`, or one of each term under its name."""
+    if not loss.terms:
+        return {"loss": _pair(loss.total, loss.weight)}
+    return {name: _pair(total, (counts or {})[name]) for name, total in loss.terms.items()}
+
+
+def _pair(total: Tensor, weight: float | Tensor) -> Tensor:
+    return torch.stack([total.double(), torch.as_tensor(weight, dtype=torch.float64, device=total.device)])
+
+
+def loss_means(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Return the means of `loss_sums` added up over a data set; with several terms also their sum, as `loss`."""
+    if "loss" in sums:
+        total, weight = sums["loss"].tolist()
+        return {"loss": total / weight if weight else math.nan}
+    pairs = {name: pair.tolist() for name, pair in sums.items()}
+    terms = {name: total / max(count, 1.0) for name, (total, count) in pairs.items()}
+    return {"loss": sum(terms.values()), **terms}

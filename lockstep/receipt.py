@@ -1,0 +1,118 @@
+"""The receipt: what is about to happen, in one table, before step 1."""
+
+import json
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from . import parallel
+from .config import Optim
+from .distributed import World
+from .files import write_text
+from .optim import Update
+from .recipe import Describes
+from .registry import spec_of
+from .setup import Setup
+from .state import TrainState
+from .trackers import Screen
+
+
+@dataclass
+class Receipt:
+    """Rows of (what, value), and notes: settings without effect, and whatever else a user may not expect."""
+
+    facts: dict[str, Any]
+    """For programs: how the recipe is found again, the global batch, which launch this is."""
+    rows: list[tuple[str, str]]
+    notes: list[str]
+
+    def show(self) -> None:
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title="receipt", title_justify="left")
+        for row in self.rows:
+            table.add_row(*map(Text, row))  # as text: a folder may be called m[/b]x
+        console = Screen(file=sys.stdout, width=None if sys.stdout.isatty() else 1000, highlight=False)
+        with suppress(OSError):  # no reader: receipt.json has it all
+            console.print(table)
+            for note in self.notes:
+                console.print(f"  note: {note}", markup=False)
+            console.print()
+
+    def write(self, path: Path) -> None:
+        write_text(path, json.dumps({**self.facts, **dict(self.rows), "notes": self.notes}, indent=2) + "\n")
+
+
+def make_receipt(setup: Setup, state: TrainState) -> Receipt:
+    """Return the receipt of a run that begins, or resumes, now."""
+    facts = {
+        "spec": spec_of(setup.request.recipe),
+        "global_batch": setup.batching.global_batch,
+        "launch_ids": setup.run_dir.launch_ids,
+    }
+    return Receipt(facts, _rows(setup, state), [*setup.run_dir.notes, *_notes(setup, state.model)])
+
+
+def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
+    b, world, resume_from = setup.batching, setup.world, setup.run_dir.resume_from
+    model, data = type(state.model).__name__, ""
+    if isinstance(setup.recipe, Describes):
+        model, data = setup.recipe.describe_model(state.model), setup.recipe.describe_data("train")
+    rows = [
+        ("recipe", f"{setup.request.recipe.name}: {model}"),
+        ("parameters", f"{sum(p.numel() for p in state.model.parameters()):,}"),
+        ("data", data or f"{b.dataset:,} samples"),
+        ("devices", _devices(world)),
+        ("world", f"{world.size}, backend {world.backend}, time-out {setup.config.hardware.timeout:g} s"),
+        (
+            "global batch",
+            f"{b.micro_batch} micro-batch × {b.accumulation} accumulation × {b.world} world = {b.global_batch}",
+        ),
+        ("length", f"{b.n_steps:,} steps = {b.n_steps / b.steps_per_epoch:.2f} epochs"),
+        ("learning rate", _learning_rate(setup.config.optim, state.update)),
+        ("optimizer", f"{type(state.update.optimizer).__name__}, averages: {[e.decay for e in state.emas] or 'none'}"),
+        ("precision", f"{setup.precision.name}, {'compiled' if setup.compiled else 'not compiled'}"),
+        ("folder", str(setup.run_dir.path)),
+    ]
+    return rows + ([("resumes", f"{resume_from} at step {state.progress.step}")] if resume_from else [])
+
+
+def _learning_rate(settings: Optim, update: Update) -> str:
+    rule = "" if settings.lr_scaling == "none" else f" = {settings.lr:g} scaled {settings.lr_scaling}"
+    return f"{update.full_lr[0]:g}{rule}, {settings.schedule}, {update.schedule.warmup} warm-up steps"
+
+
+def _notes(setup: Setup, model: nn.Module) -> list[str]:
+    request = setup.request
+    without_effect = setup.config.without_effect(setup.facts())
+    notes = [f"{name} has no effect: {why}" for name, why in without_effect.items() if name in request.given]
+    if request.smoke:
+        steps = setup.batching.n_steps
+        notes.insert(0, f"LOCKSTEP_SMOKE={request.smoke}: a trial run of {steps} steps, micro-batch 2")
+    if setup.config.hardware.distributed and setup.world.size == 1:
+        notes.append("distributed training was asked for, but there is one process; start it with torchrun or --nproc")
+    if not setup.batching.divides_evenly:
+        notes.append("the global batch does not divide evenly: some micro-batches are smaller by one")
+    return notes + (_batch_norm_notes(setup) if parallel.has_batch_norm(model) else [])
+
+
+def _batch_norm_notes(setup: Setup) -> list[str]:
+    if setup.world.size > 1 and not setup.sync_bn:
+        return ["BatchNorm has statistics of its own on every rank (--sync_bn off): results depend on the world"]
+    notes = []
+    if setup.sync_bn and setup.world.size > 1 and setup.world.device.type == "cuda":
+        notes.append("not compiled: BatchNorm statistics are synchronised over the ranks")
+    if setup.batching.accumulation > 1:
+        notes.append("BatchNorm sees one micro-batch at a time: with accumulation it differs from one large batch")
+    return notes
+
+
+def _devices(world: World) -> str:
+    if world.device.type == "cuda":
+        return f"{world.size} × {torch.cuda.get_device_name(world.device)}"
+    return f"{world.size} CPU process{'es' if world.size > 1 else ''}, {torch.get_num_threads()} thread(s) each"

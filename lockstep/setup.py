@@ -1,0 +1,152 @@
+"""What the settings become on this rank: recipe, data, model, optimizer, precision; built once, before step 1."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checkpoint, optim, parallel, precision
+from .batching import Batching
+from .checkpoint import Checkpoint
+from .config import RunFacts, TrainConfig
+from .distributed import World
+from .evaluate import dataset_size
+from .flags import Request
+from .loss import Normalizer
+from .optim import Ema
+from .precision import Precision
+from .recipe import Generates, Pretrained, Recipe, SeveralTerms
+from .rundir import RunDir
+from .state import Progress, TrainState
+from .watch import Watch
+
+
+@dataclass
+class Setup:
+    """What does not change while a run trains; only `batching` does, when a rank is out of memory."""
+
+    request: Request
+    world: World
+    run_dir: RunDir
+    recipe: Recipe
+    data: Any
+    """The training set."""
+    validation: Any | None
+    batching: Batching
+    precision: Precision
+    compiled: bool
+    sync_bn: bool
+    """Whether BatchNorm has the statistics of all ranks."""
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.request.train
+
+    def every(self, what: str) -> int:
+        """Return the steps between two times that `eval`, `save` or `sample` is due; 0 for never."""
+        return self.batching.every(getattr(self.config.run, f"{what}_every"))
+
+    def normalizer(self) -> Normalizer:
+        term_counts = self.recipe.term_counts if isinstance(self.recipe, SeveralTerms) else None
+        return Normalizer(
+            term_counts, self.world, self.batching.global_batch, self.config.data.seed, self.precision.dtype
+        )
+
+    def facts(self) -> RunFacts:
+        has_validation_set = self.validation is not None
+        return RunFacts(
+            world_size=self.world.size,
+            local_rank=self.world.local_rank,
+            on_cpu=self.world.device.type == "cpu",
+            has_agent="TORCHELASTIC_RUN_ID" in os.environ,
+            evaluates=has_validation_set and self.every("eval") > 0,
+            has_validation_set=has_validation_set,
+            generates=isinstance(self.recipe, Generates) and bool(self.recipe.sample_sets()),
+        )
+
+
+def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, TrainState, Watch]:
+    """Build everything of a run, restored from its checkpoint if it resumes one."""
+    config, seed = request.train, request.train.data.seed
+    chosen = precision.choose(config.hardware, world.device)
+    saved = checkpoint.load(run_dir.resume_from) if run_dir.resume_from else None
+    torch.manual_seed(seed)  # a data set that is drawn when it is made must be the same on every rank
+    recipe = request.recipe(request.options)
+    if request.smoke:
+        recipe.smoke()
+    data, validation = recipe.dataset("train"), recipe.dataset("val")
+    if data is None:
+        raise ValueError("the recipe has no training set: dataset('train') returned None")
+    resumed_global_batch = saved.state["global_batch"] if saved else run_dir.global_batch
+    size = dataset_size(data)
+    batching = Batching.plan(config.data, size, world.size, resumed_global_batch, request.smoke)
+
+    torch.manual_seed(seed)
+    model = recipe.model()
+    if isinstance(recipe, Pretrained) and saved is None and (note := recipe.load_pretrained(model)):
+        run_dir.notes.append(note)
+    model.to(world.device, chosen.dtype)
+    sync_bn = _sync_batch_norm(model, config, batching, world)
+    torch.manual_seed(seed * 1_000_003 + world.rank + 1)  # for dropout alone: all else is keyed
+    compiled = _is_compiled(config, world, sync_bn)
+    setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn)
+
+    emas = [Ema(model, decay) for decay in config.optim.ema_decay]
+    watch = Watch(world, _replicated(model, sync_bn), size)
+    progress = Progress.start(config.run.best_mode)
+    state = TrainState(model, _update(setup, model), emas, watch.ledger, progress, world)
+    if saved:
+        _check_same_run(saved, seed, size)
+        state.restore(saved)
+    return setup, state, watch
+
+
+def _check_same_run(saved: Checkpoint, seed: int, dataset: int) -> None:
+    for name, value in (("seed", seed), ("dataset", dataset)):
+        if saved.state[name] != value:
+            raise ValueError(
+                f"{saved.path} was made with {name} {saved.state[name]}, not {value}: the order of samples would change"
+            )
+
+
+def _sync_batch_norm(model: nn.Module, config: TrainConfig, batching: Batching, world: World) -> bool:
+    wanted = {"auto": world.size > 1, "on": True, "off": False}[config.hardware.sync_bn]
+    if not wanted or not parallel.has_batch_norm(model):
+        return False
+    if batching.global_batch // world.size < batching.accumulation:
+        raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise --batch_size")
+    parallel.sync_batch_norm(model)
+    return True
+
+
+def _is_compiled(config: TrainConfig, world: World, sync_bn: bool) -> bool:
+    wanted = config.hardware.compile
+    if sync_bn and world.size > 1:
+        if wanted == "on":
+            raise ValueError(
+                "a model whose BatchNorm is synchronised over ranks is not compiled: two NCCL ranks were seen to train "
+                "it differently; use --compile off, or --sync_bn off"
+            )
+        return False
+    return {"auto": world.device.type == "cuda", "on": True, "off": False}[wanted]
+
+
+def _replicated(model: nn.Module, sync_bn: bool) -> dict[str, Tensor]:
+    """Return what must be equal on every rank: all of the state, but for statistics that are each rank's own."""
+    state = model.state_dict()
+    if parallel.has_batch_norm(model) and not sync_bn:
+        own = dict(model.named_buffers())
+        return {name: tensor for name, tensor in state.items() if name not in own}
+    return dict(state)
+
+
+def _update(setup: Setup, model: nn.Module) -> optim.Update:
+    settings = setup.config.optim
+    if settings.schedule == "plateau" and (setup.validation is None or not setup.every("eval")):
+        raise ValueError("--schedule plateau follows the evaluations: it needs --eval_every and a validation set")
+    optimizer = setup.recipe.optimizer(model) or optim.build(settings, model.parameters())
+    ratio = optim.scaled_lr(settings, setup.batching.global_batch) / settings.lr if settings.lr else 1.0
+    schedule = optim.Schedule(settings, setup.batching)
+    return optim.Update(optimizer, schedule, ratio, settings.clip_grad, setup.precision.scaler, setup.world.device)

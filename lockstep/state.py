@@ -1,0 +1,121 @@
+"""Everything that changes while a run trains: what a checkpoint holds, captured and restored part by part."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import Checkpoint, Tensors
+from .distributed import World
+from .optim import Ema, OptimizerState, Update
+from .watch.ledger import Ledger
+from .weights import check_shapes
+
+
+class Stateful(Protocol):
+    """As in PyTorch."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+@dataclass
+class Progress:
+    """How far a run is, and its best evaluation."""
+
+    best: float
+    step: int = 0
+    bad_evaluations: int = 0
+    """Evaluations in a row without improvement."""
+    new_best: bool = False
+    """Whether the last evaluation was the best, and is not saved yet."""
+
+    @classmethod
+    def start(cls, mode: Literal["min", "max"]) -> "Progress":
+        return cls(math.inf if mode == "min" else -math.inf)
+
+    def evaluated(self, value: float, mode: Literal["min", "max"], min_delta: float) -> None:
+        """Compare an evaluation with the best one so far."""
+        sign = 1 if mode == "min" else -1
+        if sign * value < sign * self.best - (0 if math.isinf(self.best) else min_delta):
+            self.best, self.bad_evaluations, self.new_best = value, 0, True
+        else:
+            self.bad_evaluations += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "best": self.best, "bad_evaluations": self.bad_evaluations}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step, self.best, self.bad_evaluations = state["step"], state["best"], state["bad_evaluations"]
+
+
+class Generators:
+    """The global generators of all ranks; dropout draws from them. A rank that was not there before keeps its own."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the states of all ranks, on rank 0; a collective."""
+        own = {"cpu": torch.get_rng_state()}
+        if self.world.device.type == "cuda":
+            own["cuda"] = torch.cuda.get_rng_state(self.world.device)
+        ranks = self.world.gather(own)
+        return {f"rank{rank}.{kind}": state for rank, kinds in enumerate(ranks) for kind, state in kinds.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        rank = self.world.rank
+        if f"rank{rank}.cpu" in state:
+            torch.set_rng_state(state[f"rank{rank}.cpu"])
+        if f"rank{rank}.cuda" in state and self.world.device.type == "cuda":
+            torch.cuda.set_rng_state(state[f"rank{rank}.cuda"], self.world.device)
+
+
+class TrainState:
+    """Model, optimizer, averages, schedule, counters, generators."""
+
+    def __init__(
+        self, model: nn.Module, update: Update, emas: list[Ema], ledger: Ledger, progress: Progress, world: World
+    ):
+        self.model, self.update, self.emas, self.ledger, self.progress = model, update, emas, ledger, progress
+        self._tensors: dict[str, Stateful] = {
+            "model": model,
+            "optimizer": OptimizerState(update.optimizer, dict(model.named_parameters())),
+            "rng": Generators(world),
+            **{f"ema-{ema.decay}": ema for ema in emas},
+        }
+        """By file of the checkpoint."""
+        self._numbers: dict[str, Stateful] = {
+            "progress": progress,
+            "update": update,
+            "schedule": update.schedule,
+            "ledger": ledger,
+        }
+        """By key of state.json."""
+        if update.scaler is not None:
+            self._numbers["scaler"] = update.scaler
+
+    def capture(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return the tensors and the numbers of a checkpoint. Every rank calls this: generators are each rank's own."""
+        tensors = {name: dict(part.state_dict()) for name, part in self._tensors.items()}
+        numbers = {name: dict(part.state_dict()) for name, part in self._numbers.items()}
+        return tensors, {"optimizer": type(self.update.optimizer).__name__, **numbers}
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Continue where the checkpoint was made, on any number of ranks."""
+        source, optimizer = str(saved.path), type(self.update.optimizer).__name__
+        if saved.state["optimizer"] != optimizer:
+            raise ValueError(f"{source} was made with {saved.state['optimizer']}; give the --optimizer of its run")
+        for ema in self.emas:
+            if f"ema-{ema.decay}" not in saved.tensors:
+                raise ValueError(f"{source} has no averages with decay {ema.decay}; give the --ema_decay of its run")
+        check_shapes(self.model.state_dict(), saved.tensors["model"], source)
+        for name, part in self._tensors.items():
+            part.load_state_dict(saved.tensors[name])
+        flat = saved.state if "progress" not in saved.state else None  # version 0.1 wrote most numbers side by side
+        for name, part in self._numbers.items():
+            if (numbers := saved.state.get(name, flat)) is not None:
+                part.load_state_dict(numbers)
