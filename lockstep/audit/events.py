@@ -1,14 +1,17 @@
 """Events: what the probes record of one rank, a dataclass for each kind."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 from .source import Site
 
+KINDS: dict[str, "type[Event]"] = {}
 
-@dataclass(slots=True)
+
+@dataclass_transform(field_specifiers=(field,))
+@dataclass
 class Event:
-    """What all kinds have in common; the recorder fills it in."""
+    """What all kinds have in common, filled in by the recorder. A subclass is a dataclass without saying so."""
 
     t: float = field(default=0.0, kw_only=True)
     """Seconds since the epoch."""
@@ -16,21 +19,16 @@ class Event:
     """The innermost line of the user's code."""
 
     def __init_subclass__(cls) -> None:
-        KINDS[cls.__name__] = cls
-
-
-KINDS: dict[str, type[Event]] = {}
+        KINDS[cls.__name__] = dataclass(cls)
 
 
 # -- the process ------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
 class Start(Event):
     environment: dict[str, str]
     shares_gpu: bool = False
     """Whether the audit put all ranks on one GPU."""
 
 
-@dataclass(slots=True)
 class End(Event):
     """The script ended, by itself or with an exception."""
 
@@ -47,20 +45,17 @@ class StepLimit(Event):
     """The rank has taken as many steps as the audit watches."""
 
 
-@dataclass(slots=True)
 class ProbeFailed(Event):
     probe: str
     error: str
 
 
-@dataclass(slots=True)
 class Spawn(Event):
     """torch.multiprocessing.spawn."""
 
     nprocs: int
 
 
-@dataclass(slots=True)
 class RankStarted(Event):
     """The n-th process that the script would have started as a rank."""
 
@@ -71,20 +66,17 @@ class ProcessStarted(Event):
     """A process that is no rank."""
 
 
-@dataclass(slots=True)
 class InitGroup(Event):
     world: int
     """As given to init_process_group; -1 if it was not."""
 
 
-@dataclass(slots=True)
 class Device(Event):
     op: str
     """use: a tensor or module is moved to it; device_ids: DDP is given it; set_device; framework."""
     index: int
 
 
-@dataclass(slots=True)
 class Environment(Event):
     """The script sets a variable of its environment."""
 
@@ -95,7 +87,6 @@ class Environment(Event):
 
 
 # -- calls: entered, and left with a Return ---------------------------------------------------------------------------
-@dataclass(slots=True)
 class Collective(Event):
     op: str
     by_library: bool = False
@@ -112,7 +103,6 @@ class Collective(Event):
     """The ranks of the group that new_group makes."""
 
 
-@dataclass(slots=True)
 class Forward(Event):
     """The forward pass of DDP or FSDP."""
 
@@ -121,7 +111,6 @@ class Forward(Event):
     """Whether DDP synchronises gradients in the backward pass that follows; None: this is FSDP."""
 
 
-@dataclass(slots=True)
 class Backward(Event):
     scaled: bool = False
     """Whether the loss was multiplied or divided last, other than by a gradient scaler."""
@@ -132,7 +121,6 @@ class Return(Event):
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
 class ModelInput(Event):
     """What the n-th forward pass of training is given."""
 
@@ -144,7 +132,6 @@ class ModelInput(Event):
     """A checksum of the random generator's state, if the model has dropout."""
 
 
-@dataclass(slots=True)
 class InputChanged(Event):
     """A tensor was written to between forward and backward."""
 
@@ -152,7 +139,6 @@ class InputChanged(Event):
     shape: list[int]
 
 
-@dataclass(slots=True)
 class OptimizerInit(Event):
     n: int
 
@@ -161,7 +147,6 @@ class ZeroGrad(Event):
     pass
 
 
-@dataclass(slots=True)
 class Step(Event):
     """The n-th step of an optimizer."""
 
@@ -192,7 +177,6 @@ class Step(Event):
     """Parameters with a gradient that are in no optimizer."""
 
 
-@dataclass(slots=True)
 class Weights(Event):
     """Checksums of an optimizer's parameters after its n-th step; 0: before the first."""
 
@@ -201,14 +185,12 @@ class Weights(Event):
     checksums: dict[str, int]
 
 
-@dataclass(slots=True)
 class SchedulerStep(Event):
     metric: float | None = None
     """Of ReduceLROnPlateau."""
 
 
 # -- wrappers ---------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
 class DDPInit(Event):
     n: int
 
@@ -217,7 +199,6 @@ class FSDPInit(Event):
     pass
 
 
-@dataclass(slots=True)
 class TensorParallel(Event):
     ranks: list[int]
     """Those that hold parts of one layer."""
@@ -231,7 +212,6 @@ class WrapperBypassed(Event):
     """A module inside DDP is called directly, not through DDP."""
 
 
-@dataclass(slots=True)
 class Buffers(Event):
     """The buffers of a DDP module before its n-th forward pass."""
 
@@ -242,7 +222,6 @@ class Buffers(Event):
     """BatchNorm layers that use the statistics of this rank only."""
 
 
-@dataclass(slots=True)
 class NoSync(Event):
     """no_sync() is left: what ran inside."""
 
@@ -251,7 +230,6 @@ class NoSync(Event):
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
 class PassStart(Event):
     """A DataLoader is iterated."""
 
@@ -276,7 +254,6 @@ class PassStart(Event):
     has_set_epoch: bool = False
 
 
-@dataclass(slots=True)
 class Batch(Event):
     loader: int
     epoch: int
@@ -294,13 +271,11 @@ class Batch(Event):
     """Seconds spent in loaders since the batch before."""
 
 
-@dataclass(slots=True)
 class PassEnd(Event):
     loader: int
     epoch: int
 
 
-@dataclass(slots=True)
 class SamplerOrder(Event):
     """A DistributedSampler is iterated."""
 
@@ -308,7 +283,6 @@ class SamplerOrder(Event):
     shuffle: bool
 
 
-@dataclass(slots=True)
 class Fetch(Event):
     n: int
     worker: int | None = None
@@ -316,7 +290,6 @@ class Fetch(Event):
     """The generators that the data set drew from, each with a checksum of its state before."""
 
 
-@dataclass(slots=True)
 class RandomDraw(Event):
     """The n-th random tensor of a step."""
 
@@ -328,12 +301,10 @@ class RandomDraw(Event):
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
 class Autocast(Event):
     dtype: str
 
 
-@dataclass(slots=True)
 class Scaler(Event):
     """A method of a GradScaler is called."""
 
@@ -348,7 +319,6 @@ class Clip(Event):
 
 
 # -- files and logs ---------------------------------------------------------------------------------------------------
-@dataclass(slots=True)
 class Save(Event):
     path: str
     existed: bool
@@ -358,7 +328,6 @@ class Save(Event):
     """Whether weights have the prefix of DDP."""
 
 
-@dataclass(slots=True)
 class Load(Event):
     path: str
     progress: list[str]
@@ -366,12 +335,10 @@ class Load(Event):
     has_optimizer: bool
 
 
-@dataclass(slots=True)
 class Move(Event):
     source: str
 
 
-@dataclass(slots=True)
 class LoadStateDict(Event):
     target: Literal["model", "optimizer"]
 
@@ -380,7 +347,6 @@ class Print(Event):
     """The first print of a step."""
 
 
-@dataclass(slots=True)
 class Scalar(Event):
     """SummaryWriter.add_scalar."""
 
