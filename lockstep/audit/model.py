@@ -2,7 +2,7 @@
 
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -301,6 +301,14 @@ class JointPass:
     def sliced(self) -> bool:
         """Whether the ranks load the same batches and give the model a slice of them each."""
         return self.first.trains and self.first.sliced(self.world)
+
+    @cached_property
+    def indices(self) -> Sequence[int] | None:
+        """Of all samples in the data set, in order: those of its Subset if the loader has one. None: not known."""
+        start = self.first.start
+        if subsets := [one.start.subset for one in self.passes.values() if one.start.subset]:
+            return sorted({i for subset in subsets for i in subset})
+        return None if start.size is None or start.is_subset else range(start.size)
 
     @property
     def samples(self) -> dict[int, list[int]]:

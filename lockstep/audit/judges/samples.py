@@ -9,7 +9,7 @@ import numpy as np
 from ...watch.ledger import Ledger, tally
 from ..catalog import Finding, finding
 from ..events import Backward, Collective, End, Event, ModelInput, PassEnd, PassStart
-from ..model import Pass, Rank, Trace
+from ..model import JointPass, Pass, Rank, Trace
 from ..recorder import unpacked
 from ..source import Site
 
@@ -21,9 +21,10 @@ _ENOUGH = 8
 
 def judge(trace: Trace) -> Iterator[Finding]:
     if trace.world > 1:
-        groups = [list(joint.passes.values()) for joint in trace.joint_passes if joint.by_all]
-        for group in groups:
-            yield from _streams(group) if group[0].start.is_stream else _shards(group, trace)
+        joints = [joint for joint in trace.joint_passes if joint.by_all]
+        groups = [list(joint.passes.values()) for joint in joints]
+        for joint, group in zip(joints, groups, strict=True):
+            yield from _streams(group) if joint.is_stream else _shards(joint, group, trace)
         yield from _splits(groups)
         yield from _metrics(groups, trace)
         if not any(group[0].trains for group in groups):
@@ -31,13 +32,13 @@ def judge(trace: Trace) -> Iterator[Finding]:
     yield from _overlap(trace)
 
 
-def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
+def _shards(joint: JointPass, group: list[Pass], trace: Trace) -> Iterator[Finding]:
     lists, first = [one.index for one in group], group[0]
     if not all(lists) or any(len(set(i)) < 0.9 * len(i) for i in lists):
         return  # nothing known, or drawn with replacement
-    if all(one.ended for one in group) and _exactly_once(lists, first.start):
+    if joint.finished and _exactly_once(lists, first.start):
         return
-    if (first.trains and first.sliced(trace.world)) or _own_sets(group, trace):
+    if joint.sliced or _own_sets(group, trace):
         return
     counts = Counter(i for part in lists for i in set(part))
     twice = [i for i, n in counts.items() if n > 1]
@@ -52,7 +53,7 @@ def _shards(group: list[Pass], trace: Trace) -> Iterator[Finding]:
         what = f"{samples} evaluated on several ranks, and counted more than once"
         seen = f"{len(counts)} samples, {sum(map(len, lists))} evaluations"
         yield finding("padded-evaluation", what, first.at, seen, example)
-    yield from _unseen(group, counts, trace.world)
+    yield from _unseen(joint, counts)
 
 
 def _own_sets(group: list[Pass], trace: Trace) -> bool:
@@ -108,17 +109,15 @@ def _exactly_once(lists: list[list[int]], start: PassStart) -> bool:
     return wrong is None and ledger.complete == 1
 
 
-def _unseen(group: list[Pass], counts: Counter[int], world: int) -> Iterator[Finding]:
-    start = group[0].start
-    if not all(one.ended for one in group) or start.size is None or (start.is_subset and not start.subset):
+def _unseen(joint: JointPass, counts: Counter[int]) -> Iterator[Finding]:
+    start, whole = joint.first.start, joint.indices
+    if not joint.finished or whole is None:
         return
-    subsets = [one.start.subset for one in group if one.start.subset is not None]
-    whole = {i for subset in subsets for i in subset} if any(subsets) else set(range(start.size))
-    missing = sorted(whole - set(counts))
-    if len(missing) >= max(1, (start.batch_size or 1) * world):
+    missing = [i for i in whole if i not in counts]
+    if len(missing) >= max(1, (start.batch_size or 1) * joint.world):
         what = f"{len(missing)} of {len(whole)} samples are on no rank in a whole epoch"
-        verb = "trained on" if group[0].trains else "evaluated"
-        yield finding("unseen-samples", what, group[0].at, f"never {verb}: {missing[:5]} …")
+        verb = "trained on" if joint.first.trains else "evaluated"
+        yield finding("unseen-samples", what, joint.first.at, f"never {verb}: {missing[:5]} …")
 
 
 def _streams(group: list[Pass]) -> Iterator[Finding]:

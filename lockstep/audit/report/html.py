@@ -12,7 +12,7 @@ from ..probes.collectives import ALL as COLLECTIVES
 from ..source import Site
 from ..verdict import Verdict, counted
 from .ledger import ledger
-from .parts import section
+from .parts import lines, muted, section
 from .timeline import timeline
 
 STYLE = Path(__file__).with_name("style.css").read_text()
@@ -28,10 +28,10 @@ def as_html(verdict: Verdict) -> str:
     title = escape(f"lockstep audit: {shlex.join(verdict.script)}")
     parts = (
         _verdict(verdict),
-        _findings(verdict.findings),
+        section("findings", "Findings", *map(_finding, verdict.findings)) if verdict.findings else "",
         timeline(verdict.trace),
         ledger(verdict.trace),
-        _notes(verdict.notes),
+        section("notes", "Notes", lines("list lede", map(_capital, verdict.notes))) if verdict.notes else "",
         _printed(verdict.trace.ranks),
     )
     return (
@@ -52,20 +52,13 @@ def _verdict(verdict: Verdict) -> str:
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------
-def _findings(findings: list[Finding]) -> str:
-    if not findings:
-        return ""
-    return section("findings", "Findings", *map(_finding, findings))
-
-
 def _finding(finding: Finding) -> str:
     line = f'<span class="line">{escape(f"{finding.at.file}:{finding.at.line}")}</span>' if finding.at else ""
-    evidence = "".join(f"<li>{escape(seen)}</li>" for seen in finding.evidence)
     return (
         f'<article class="finding {finding.severity}"><header><span class="severity">{finding.severity}</span>'
         f"<h3>{escape(finding.kind.name)}</h3>{line}</header>"
         f'<p class="what">{escape(_capital(finding.what))}</p>'
-        + (f'<ul class="evidence">{evidence}</ul>' if evidence else "")
+        + (lines("evidence", finding.evidence) if finding.evidence else "")
         + (_excerpt(finding.at) if finding.at else "")
         + f'<h4>Why it matters</h4><p class="what">{escape(finding.kind.why)}</p><h4>How to fix it</h4>'
         f'<pre class="plain" tabindex="0"><code>{escape(finding.kind.fix)}</code></pre></article>'
@@ -85,42 +78,28 @@ def _excerpt(at: Site) -> str:
     except OSError:
         return ""
     first = max(1, at.line - _AROUND)
-    lines = dedent("\n".join(source[first - 1 : at.line + _AROUND]).expandtabs(4)).rstrip("\n").split("\n")
+    code = dedent("\n".join(source[first - 1 : at.line + _AROUND]).expandtabs(4)).rstrip("\n").split("\n")
     if not 1 <= at.line <= len(source):
         return ""
-    rows = "".join(_code_row(number, line, number == at.line) for number, line in enumerate(lines, first))
+    rows = ""
+    for number, line in enumerate(code, first):
+        kind = "row marked" if number == at.line else "row"
+        rows += f'<span class="{kind}"><span class="number">{number}</span>{escape(line)}\n</span>'
     return f'<pre tabindex="0"><code>{rows}</code></pre>'
 
 
-def _code_row(number: int, line: str, marked: bool) -> str:
-    kind = "row marked" if marked else "row"
-    return f'<span class="{kind}"><span class="number">{number}</span>{escape(line)}\n</span>'
-
-
 # -- notes and output -------------------------------------------------------------------------------------------------
-def _notes(notes: list[str]) -> str:
-    if not notes:
-        return ""
-    lines = "".join(f"<li>{escape(_capital(note))}</li>" for note in notes)
-    return section("notes", "Notes", f'<ul class="list lede">{lines}</ul>')
-
-
 def _printed(ranks: list[Rank]) -> str:
     parts = "".join(_output(rank.number, rank.printed) for rank in ranks if rank.printed.strip())
-    parts = parts or '<p class="muted">The ranks printed nothing.</p>'
-    return section("printed", "Printed last", f"<div>{parts}</div>")
+    return section("printed", "Printed last", f"<div>{parts or muted('The ranks printed nothing.', '')}</div>")
 
 
 def _output(rank: int, text: str) -> str:
-    lines = _lines(text)
-    extent = counted(len(lines), "line") if len(lines) <= _LAST else f"last {_LAST} of {len(lines)} lines"
-    last = escape("\n".join(lines[-_LAST:]))
+    """The last lines of an output without terminal colours; of a progress bar, its last state."""
+    printed = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in _ESCAPES.sub("", text).strip().split("\n")]
+    extent = counted(len(printed), "line") if len(printed) <= _LAST else f"last {_LAST} of {len(printed)} lines"
+    last = escape("\n".join(printed[-_LAST:]))
     return (
         f'<details><summary>Rank {rank} <span class="muted">{extent}</span></summary>'
         f'<pre class="plain wraps" tabindex="0"><code>{last}</code></pre></details>'
     )
-
-
-def _lines(text: str) -> list[str]:
-    """The lines of an output without terminal colours; of a progress bar, its last state."""
-    return [line.rstrip("\r").rsplit("\r", 1)[-1] for line in _ESCAPES.sub("", text).strip().split("\n")]

@@ -1,8 +1,25 @@
 """HTML that several sections of the page use."""
 
+from collections.abc import Iterable
+from html import escape
+
 
 def section(name: str, title: str, *parts: str) -> str:
     return f'<section id="{name}"><h2>{title}</h2>{"".join(parts)}</section>'
+
+
+def muted(text: str, kind: str = " lede") -> str:
+    return f'<p class="muted{kind}">{text}</p>'
+
+
+def lines(kind: str, texts: Iterable[str]) -> str:
+    return f'<ul class="{kind}">{"".join(f"<li>{escape(text)}</li>" for text in texts)}</ul>'
+
+
+def chart(names: Iterable[str], style: str, picture: str) -> str:
+    """A picture of rows with the names of the rows beside it."""
+    column = "".join(f'<div style="{style}">{name}</div>' for name in names)
+    return f'<div class="chart"><div class="names">{column}</div>{picture}</div>'
 
 
 def legend(items: list[tuple[str, str]]) -> str:

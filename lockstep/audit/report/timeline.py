@@ -6,7 +6,7 @@ from html import escape
 
 from ..events import Backward, Batch, Forward, ModelInput, PassStart, Step
 from ..model import Rank, Trace
-from .parts import box, legend, section
+from .parts import box, chart, legend, lines, muted, section
 from .spans import KINDS, Span, spans_of, thinned
 
 _WIDTH, _BAR, _ROW, _TOP, _AXIS = 980, 24, 56, 12, 26
@@ -22,18 +22,16 @@ def timeline(trace: Trace) -> str:
     """The section."""
     window = _window(trace)
     if window is None:
-        text = "The ranks ended before there was anything to draw."
-        return section("timeline", "Timeline", f'<p class="muted">{text}</p>')
+        return section("timeline", "Timeline", muted("The ranks ended before there was anything to draw.", ""))
     begin, end = window
     rows = [_spans(trace, rank, begin, end) for rank in trace.ranks]
     if is_crowded := sum(map(len, rows)) > _SPANS:
         rows = [thinned(row, begin, end, max(100, _SPANS // trace.world)) for row in rows]
     style = f"height:{_ROW}px;padding-bottom:{_ROW - _BAR - 2 * _TOP}px"
-    names = "".join(f'<div style="{style}">rank {rank.number}</div>' for rank in trace.ranks)
     region = '<div class="scroll" tabindex="0" role="region" aria-label="timeline of the ranks">'
-    picture = _picture(trace, rows, begin, end)
-    chart = f'<div class="chart"><div class="names">{names}</div>{region}{picture}</div></div>'
-    return section("timeline", "Timeline", _caption(trace, begin, is_crowded), _legend(trace), chart, _endings(trace))
+    picture = f"{region}{_picture(trace, rows, begin, end)}</div>"
+    drawn = chart((f"rank {rank.number}" for rank in trace.ranks), style, picture)
+    return section("timeline", "Timeline", _caption(trace, begin, is_crowded), _legend(trace), drawn, _endings(trace))
 
 
 def _window(trace: Trace) -> tuple[float, float] | None:
@@ -69,16 +67,13 @@ def _picture(trace: Trace, rows: list[list[Span]], begin: float, end: float) -> 
     height = _ROW * trace.world + _AXIS
     scale = _WIDTH / (end - begin)
     drawn = [_row(trace, rank, row, begin, scale) for rank, row in zip(trace.ranks, rows, strict=True)]
+    label = "; ".join(f"rank {rank.number} {rank.outcome}, {len(rank.steps)} steps" for rank in trace.ranks)
     return (
-        f'<svg class="timeline" width="{_WIDTH}" height="{height}" role="img" aria-label="{escape(_described(trace))}">'
+        f'<svg class="timeline" width="{_WIDTH}" height="{height}" role="img" aria-label="{escape(label)}">'
         '<defs><pattern id="hatch" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<line class="hatch" x1="0" y1="0" x2="0" y2="8"/></pattern></defs>'
         f"{_grid(begin, end, scale, height)}{''.join(drawn)}</svg>"
     )
-
-
-def _described(trace: Trace) -> str:
-    return "; ".join(f"rank {rank.number} {rank.outcome}, {len(rank.steps)} steps" for rank in trace.ranks)
 
 
 def _row(trace: Trace, rank: Rank, spans: list[Span], begin: float, scale: float) -> str:
@@ -91,17 +86,11 @@ def _row(trace: Trace, rank: Rank, spans: list[Span], begin: float, scale: float
     steps = rank.steps[:: _every(len(rank.steps))]
     parts += [_tick(step, begin, scale, top) for step in steps if step.t >= begin]
     if _hangs(trace, rank):
-        parts.append(
-            f'<text class="waiting" x="{_WIDTH - 2}" y="{top + _BAR + 15}" text-anchor="end">{_words(rank)}</text>'
-        )
+        text = escape(rank.outcome if len(rank.outcome) < 140 else rank.outcome[:139] + "…")
+        parts.append(f'<text class="waiting" x="{_WIDTH - 2}" y="{top + _BAR + 15}" text-anchor="end">{text}</text>')
     elif rank.failed:
         parts.append(_cross((last - begin) * scale, top))
     return "".join(parts)
-
-
-def _words(rank: Rank) -> str:
-    text = rank.outcome
-    return escape(text if len(text) < 140 else text[:139] + "…")
 
 
 def _bar(span: Span, begin: float, scale: float, top: float) -> str:
@@ -131,26 +120,18 @@ def _cross(x: float, top: float) -> str:
 
 
 def _grid(begin: float, end: float, scale: float, height: int) -> str:
-    interval = _interval(end - begin)
-    lines = []
-    for n in range(int((end - begin) / interval) + 1):
-        x = n * interval * scale
-        anchor = "start" if n == 0 else "end" if x > _WIDTH - 24 else "middle"
-        lines.append(f'<line class="grid" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - _AXIS + 6}"/>')
-        lines.append(
-            f'<text x="{x:.1f}" y="{height - 5}" text-anchor="{anchor}">{_time(n * interval, end - begin)}</text>'
-        )
-    return "".join(lines)
-
-
-def _interval(seconds: float) -> float:
-    """A round number of seconds, about a fifth to a tenth of all."""
+    """Lines at round numbers of seconds, a fifth to a tenth of the window apart, each with its time."""
+    seconds = end - begin
     power = 10.0 ** math.floor(math.log10(seconds / 5))
-    return power * max(f for f in (1, 2, 5, 10) if f * power <= seconds / 5 or f == 1)
-
-
-def _time(t: float, whole: float) -> str:
-    return f"{t:.10g} s" if whole >= 2 else f"{1000 * t:.10g} ms"
+    interval = power * max(f for f in (1, 2, 5, 10) if f * power <= seconds / 5 or f == 1)
+    drawn = ""
+    for n in range(int(seconds / interval) + 1):
+        t, x = n * interval, n * interval * scale
+        anchor = "start" if n == 0 else "end" if x > _WIDTH - 24 else "middle"
+        time = f"{t:.10g} s" if seconds >= 2 else f"{1000 * t:.10g} ms"
+        drawn += f'<line class="grid" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - _AXIS + 6}"/>'
+        drawn += f'<text x="{x:.1f}" y="{height - 5}" text-anchor="{anchor}">{time}</text>'
+    return drawn
 
 
 def _duration(seconds: float) -> str:
@@ -166,8 +147,7 @@ def _caption(trace: Trace, begin: float, is_crowded: bool) -> str:
         "Each span has the colour of what took most of its time." if is_crowded else "",
         f"One optimizer step in {every} has a tick." if every > 1 else "",
     ]
-    text = " ".join(filter(None, sentences))
-    return f'<p class="muted lede">{text}</p>' if text else ""
+    return muted(" ".join(filter(None, sentences))) if any(sentences) else ""
 
 
 def _legend(trace: Trace) -> str:
@@ -183,5 +163,4 @@ def _legend(trace: Trace) -> str:
 def _endings(trace: Trace) -> str:
     if not any(_hangs(trace, rank) or rank.failed for rank in trace.ranks):
         return ""
-    lines = (f"rank {rank.number} {rank.outcome}" for rank in trace.ranks)
-    return f'<ul class="endings">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
+    return lines("endings", (f"rank {rank.number} {rank.outcome}" for rank in trace.ranks))
