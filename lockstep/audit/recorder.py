@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .events import KINDS, Event
+from .events import KINDS, Event, Return
 from .source import Site, user_line
 
 _JSON = json.JSONEncoder(default=str)
@@ -49,6 +49,15 @@ class Recorder:
         if event.at is None:
             event.at = user_line()
         self.file.write(encode(event) + "\n")
+
+    @contextmanager
+    def call(self, event: Event) -> Iterator[None]:
+        """Record what is entered here, and that it is left at the end, also by an exception."""
+        self.write(event)
+        try:
+            yield
+        finally:
+            self.write(Return())
 
     @property
     def in_worker(self) -> bool:

@@ -68,6 +68,14 @@ def audit_package(module: str | None) -> None:
         _audited.update(folders or [spec.origin or "?"])
 
 
+def caller(*through: str) -> Site:
+    """The innermost line outside of the audit, and of files whose path ends with one of `through`."""
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_filename.endswith(through)):
+        frame = frame.f_back
+    return Site(frame.f_code.co_filename, frame.f_lineno)
+
+
 def user_line() -> Site | None:
     """The innermost line of the user's code on the stack."""
     frame: FrameType | None = sys._getframe(1)

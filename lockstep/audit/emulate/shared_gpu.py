@@ -8,7 +8,6 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from ..patch import Arguments, Function, Patches
 from ..recorder import Recorder
-from ..source import OURS, foreign, generated
+from ..source import caller, foreign, generated
 from .devices import DEVICE_FUNCTIONS, DeviceRedirect, VirtualGpus, is_cuda, redirect_ddp, redirect_load
 
 _FIRST = torch.device("cuda", 0)
@@ -32,7 +31,11 @@ def install(recorder: Recorder, patches: Patches, count: int) -> None:
     for owner, device_count, set_device, current_device, context in DEVICE_FUNCTIONS:
         patches.wrap(owner, device_count, lambda original: lambda: original() if _called_by_driver() else gpus.count)
         patches.intercept(owner, set_device, partial(_set_device, gpus))
-        patches.wrap(owner, current_device, lambda original: lambda: original() if foreign(_caller()) else gpus.current)
+        patches.wrap(
+            owner,
+            current_device,
+            lambda original: lambda: original() if foreign(caller().file) else gpus.current,
+        )
         patches.replace(owner, context, gpus.context_manager(lambda: not _called_by_driver()))
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and "_get_device_index" in vars(module):
@@ -64,16 +67,8 @@ def _putenv(gpus: VirtualGpus, real_count: Function, original: Function, name: A
     original(name, value)
 
 
-def _caller() -> str:
-    """Return the file that called a function replaced here, perhaps through another function of the audit."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame and frame.f_back and frame.f_code.co_filename.startswith(OURS):
-        frame = frame.f_back
-    return frame.f_code.co_filename if frame else ""
-
-
 def _called_by_driver() -> bool:
-    file = _caller()
+    file = caller().file
     return file.startswith(_DRIVERS) or generated(file)
 
 
@@ -115,4 +110,4 @@ def _fsdp(gpus: VirtualGpus, arguments: Arguments) -> None:
 
 def _is_request(gpus: VirtualGpus, device: Any) -> bool:
     """Whether a device id is the script's own: index 0 where another GPU is set may come from a tensor's device."""
-    return gpus.index(device) > 0 or gpus.current == 0 or (type(device) is int and not foreign(_caller()))
+    return gpus.index(device) > 0 or gpus.current == 0 or (type(device) is int and not foreign(caller().file))

@@ -3,7 +3,6 @@
 import dis
 import inspect
 import os
-import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
@@ -17,7 +16,7 @@ import torch.multiprocessing
 from ..events import InitGroup, ProcessStarted, RankStarted, Spawn
 from ..patch import Function, Patches
 from ..recorder import Recorder
-from ..source import foreign
+from ..source import caller, foreign
 
 _MAX_CALL_DEPTH = 4
 
@@ -51,7 +50,7 @@ class _Spawner:
         return SimpleNamespace(join=lambda *_, **__: True, processes=[])
 
     def start(self, original: Function, process: Any) -> None:
-        if self.recorder.in_worker or foreign(sys._getframe(2).f_code.co_filename):
+        if self.recorder.in_worker or foreign(caller().file):
             original(process)
         elif self._is_rank(process):
             self._run_rank(process)

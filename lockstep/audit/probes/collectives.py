@@ -1,6 +1,5 @@
 """Collectives, with the line that calls each: entered, left, failed."""
 
-import sys
 import threading
 from functools import partial
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..events import Collective, Return
+from ..events import Collective
 from ..patch import Function, Patches
-from ..source import OURS, foreign
+from ..source import caller, foreign
 from .context import Context, never_raises
 
 SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
@@ -20,6 +19,7 @@ ALL = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "new_group",
 )  # fmt: skip
 _FORMS = ("torch/distributed/nn/functional.py", "torch/autograd/function.py")
+"""Files of torch with other forms of collectives."""
 _ROOTS = ("src", "dst", "group_src", "group_dst")
 
 
@@ -30,38 +30,23 @@ def install(context: Context) -> None:
 
 def keep_store(patches: Patches) -> None:
     """Keep the store for after the group is destroyed. A group made again would find what the old one left in it."""
-    patches.wrap(dist, "init_process_group", lambda original: _keep_store(patches, original))
     if dist.is_initialized():
         patches.store = dist.distributed_c10d._get_default_store()
 
-
-def _keep_store(patches: Patches, original: Function) -> Function:
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
+    def init_process_group(original: Function, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         patches.store = dist.distributed_c10d._get_default_store()
 
-    return init_process_group
+    patches.intercept(dist, "init_process_group", init_process_group)
 
 
 def _collective(context: Context, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
     if any(a is dist.GroupMember.NON_GROUP_MEMBER for a in (kwargs.get("group"), *args)):
         return original(*args, **kwargs)
     event = _event(context, name, args, kwargs) or Collective(name, group=[])
-    event.by_library = foreign(_caller())
-    context.recorder.write(event)
-    try:
-        with context.recorder.hide():
-            return original(*args, **kwargs)
-    finally:
-        context.recorder.write(Return())
-
-
-def _caller() -> str:
-    """The file of the code that calls a collective, perhaps through one of torch's other forms of it."""
-    frame = sys._getframe(1)
-    while frame.f_back and (frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_filename.endswith(_FORMS)):
-        frame = frame.f_back
-    return frame.f_code.co_filename
+    event.by_library = foreign(caller(*_FORMS).file)
+    with context.recorder.call(event), context.recorder.hide():
+        return original(*args, **kwargs)
 
 
 @never_raises

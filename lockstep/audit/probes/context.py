@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...watch.drift import checksums
-from ..events import ProbeFailed
-from ..patch import Function, Patches
+from ..events import Event, ProbeFailed
+from ..patch import Function, Hook, Patches
 from ..recorder import Recorder
 
 _P = ParamSpec("_P")
@@ -104,6 +104,16 @@ class Context:
 
         self.patches.wrap(owner, name, make)
 
+    def writes(self, kind: type[Event], *values: Any) -> Function:
+        """A probe that records an event, whatever the arguments of the call."""
+        return lambda *_, **__: self.recorder.write(kind(*values))
+
+    @never_raises
+    def before_forward(self, module: nn.Module, act: Function) -> None:
+        """Call `act(module, args, kwargs)` before each forward pass of a module."""
+        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
+            self.patches.later(module.register_forward_pre_hook(Hook(act), with_kwargs=True).remove)
+
     @property
     def hidden(self) -> bool:
         return torch.compiler.is_compiling() or self.recorder.is_hidden
@@ -118,7 +128,8 @@ class Context:
     @never_raises
     def _search(self) -> None:
         with self.recorder.hide():
-            modules = [m for m in gc.get_objects() if _is_module(m)]
+            # not isinstance, which asks proxies for their class
+            modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
             children = {id(child) for m in modules for child in m.children()}
             found = [m for m in modules if id(m) not in children and next(m.parameters(), None) is not None]
             new = [m for m in found if all(m is not r for r in self._roots)]
@@ -159,10 +170,6 @@ def index_of(known: list[Any], item: Any) -> int:
             return n
     known.append(item)
     return len(known) - 1
-
-
-def _is_module(item: Any) -> bool:
-    return issubclass(type(item), nn.Module)  # not isinstance, which asks proxies for their class
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -5,9 +5,8 @@ import operator
 import os
 import re
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +30,8 @@ def install(context: Context) -> None:
     context.watch(torch, "load", after=probe.loaded, hide=True)
     for owner, name in ((os, "replace"), (os, "rename"), (shutil, "move")):
         context.watch(owner, name, probe.move)
-    context.watch(nn.Module, "load_state_dict", partial(probe.load_state_dict, "model"), hide=True)
-    context.watch(Optimizer, "load_state_dict", partial(probe.load_state_dict, "optimizer"), hide=True)
+    context.watch(nn.Module, "load_state_dict", context.writes(LoadStateDict, "model"), hide=True)
+    context.watch(Optimizer, "load_state_dict", context.writes(LoadStateDict, "optimizer"), hide=True)
     context.watch(builtins, "print", probe.print)
     context.watch(type(os.environ), "__setitem__", probe.set_variable)
     context.patches.when_imported(
@@ -65,9 +64,6 @@ class Files:
     def move(self, src: Any, *_: Any, **__: Any) -> None:
         if (at := user_line()) is not None:
             self.recorder.write(Move(str(Path(os.fsdecode(src)).absolute()), at=at))
-
-    def load_state_dict(self, target: Literal["model", "optimizer"], *_: Any, **__: Any) -> None:
-        self.recorder.write(LoadStateDict(target))
 
     def print(self, *_: Any, file: Any = None, **__: Any) -> None:
         if file is None and not self.recorder.in_worker:

@@ -20,7 +20,7 @@ def install(context: Context) -> None:
         context.watch(scaler, name, partial(probe.scaler_used, name))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         for owner in (clip_grad, torch.nn.utils):
-            context.watch(owner, name, probe.clip, hide=True)
+            context.watch(owner, name, context.writes(Clip), hide=True)
 
 
 class Precision:
@@ -50,6 +50,3 @@ class Precision:
             with self.recorder.hide():
                 scale = scaler.get_scale()
             self.recorder.write(Scaler("update", index_of(self.scalers, scaler), scale))
-
-    def clip(self, *_: Any, **__: Any) -> None:
-        self.recorder.write(Clip())

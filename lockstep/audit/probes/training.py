@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import events
-from ..patch import Function, Hook
+from ..patch import Function
 from . import wrappers
 from .context import Context, never_raises, replicated, should_sample
 from .tensors import readable, sample_hashes, tensors
@@ -26,13 +26,13 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 def install(context: Context) -> None:
     probe = Training(context, wrappers.install(context))
-    context.on_root.append(probe.watch_module)
+    context.on_root.append(lambda root: context.before_forward(root, probe.before_forward))
     context.on_pass_end.append(probe.checksum_last_steps)
     context.intercept(torch.autograd, "backward", probe.backward)
     context.intercept(torch.autograd, "grad", probe.grad)
     context.watch(Optimizer, "__init__", after=probe.optimizer_created)
     for owner in (Optimizer, nn.Module):
-        context.watch(owner, "zero_grad", probe.zero_grad, after=probe.check_cleared, hide=True)
+        context.watch(owner, "zero_grad", context.writes(events.ZeroGrad), after=probe.check_cleared, hide=True)
     context.watch(ReduceLROnPlateau, "step", probe.plateau_step)
     context.watch(LRScheduler, "step", probe.scheduler_step)
     context.patches.later(register_optimizer_step_pre_hook(probe.before_step).remove)
@@ -64,14 +64,9 @@ class Training:
         """Also true for a backward pass within another, and for torch's functions that call themselves under a mode."""
 
     # -- forward ----------------------------------------------------------------------------------------------------
-    def watch_module(self, root: nn.Module) -> None:
-        """Watch what goes into a module that is no part of another, and whether it stays unchanged."""
-        if not isinstance(root, torch.jit.ScriptModule):  # it takes no hooks
-            hook = root.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
-            self.context.patches.later(hook.remove)
-
     @never_raises
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Of a module that is no part of another: record what goes into it, and whether it stays unchanged."""
         if self.context.hidden:
             return
         training = self.context.in_loop = torch.is_grad_enabled() and module.training
@@ -117,16 +112,19 @@ class Training:
         self._check_inputs()
         self.check_cleared()
         self.context.backwards += 1
-        self.recorder.write(events.Backward(self._is_scaled(tensors) or False))
+        event = events.Backward(self._is_scaled(tensors) or False)
         self.context.loss_is_scaled = False
         for key in self.backwards:  # before: an optimizer may step in the hooks of the backward pass
             self.backwards[key] += 1
+        with self.recorder.call(event):
+            return self._differentiate(original, tensors, *args, **kwargs)
+
+    def _differentiate(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self.in_backward = True
         try:
-            return original(tensors, *args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             self.in_backward = False
-            self.recorder.write(events.Return())
 
     @never_raises
     def _is_scaled(self, losses: Any) -> bool:
@@ -148,11 +146,7 @@ class Training:
         for key in self.backwards:
             self.backwards[key] += 1
             self.stale[key] = False  # what is done with these gradients is not known
-        self.in_backward = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self.in_backward = False
+        return self._differentiate(original, *args, **kwargs)
 
     @never_raises
     def check_cleared(self, *_: Any, **__: Any) -> None:
@@ -174,9 +168,6 @@ class Training:
         self.backwards[number] = 0
         self.context.roots()
         self.recorder.write(events.OptimizerInit(number))
-
-    def zero_grad(self, *_: Any, **__: Any) -> None:
-        self.recorder.write(events.ZeroGrad())
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         number = self._watched(optimizer)

@@ -29,7 +29,8 @@ def install(context: Context) -> "Wrappers":
         lambda parallel: context.watch(parallel, "parallelize_module", after=probe.parallelized, hide=True),
     )
     patches.when_imported(
-        "torch.distributed.algorithms.join", lambda join: context.watch(join.Join, "__enter__", probe.join)
+        "torch.distributed.algorithms.join",
+        lambda join: context.watch(join.Join, "__enter__", context.writes(Join)),
     )
     return probe
 
@@ -54,15 +55,9 @@ class Wrappers:
         self.context.wrappers.append(wrapper)
         self.context.covered |= {id(p) for p in module.parameters()}
         self.recorder.write(DDPInit(number))
-        self._watch_module(module, number)
+        self.context.before_forward(module, lambda m, *_: self._entered(m, number))
         if wrapper.find_unused_parameters:
             self._watch_gradients(module, number)
-
-    @never_raises
-    def _watch_module(self, module: nn.Module, number: int) -> None:
-        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
-            hook = module.register_forward_pre_hook(Hook(lambda m, _: self._entered(m, number)))
-            self.patches.later(hook.remove)
 
     @never_raises
     def _watch_gradients(self, module: nn.Module, number: int) -> None:
@@ -74,13 +69,12 @@ class Wrappers:
 
     def ddp_forward(self, original: Function, wrapper: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
         training = torch.is_grad_enabled() and wrapper.module.training
-        self.recorder.write(Forward(training, wrapper.require_backward_grad_sync))
         self.inside.append(wrapper.module)
         try:
-            return original(wrapper, *inputs, **kwargs)
+            with self.recorder.call(Forward(training, wrapper.require_backward_grad_sync)):
+                return original(wrapper, *inputs, **kwargs)
         finally:
             self.inside.pop()
-            self.recorder.write(Return())
 
     @never_raises
     def _entered(self, module: nn.Module, number: int) -> None:
@@ -144,9 +138,6 @@ class Wrappers:
     def parallelized(self, _: Any, module: nn.Module, device_mesh: Any = None, *__: Any, **___: Any) -> None:
         ranks = device_mesh.mesh.flatten().tolist() if device_mesh is not None else range(self.context.world)
         self.recorder.write(TensorParallel(sorted(ranks)))
-
-    def join(self, _: Any) -> None:
-        self.recorder.write(Join())
 
 
 def _local_norms(module: nn.Module) -> list[str]:
