@@ -1,5 +1,6 @@
 """The verdict of an audit: what was found, and the one sentence for terminal, JSON and page."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from .catalog import Finding
@@ -26,12 +27,10 @@ class Verdict:
         counts = [len(rank.steps) for rank in self.trace.ranks]
         least, most = min(counts, default=0), max(counts, default=0)
         steps = counted(most, "step") if least == most else f"{least} to {most} steps"
-        result = self._found() + self._ending(most) if self.findings else f"nothing found{self._reservation(counts)}"
+        severities = Counter(finding.severity for finding in self.findings)  # the worst first, as the findings are
+        found = ", ".join(counted(n, severity) for severity, n in severities.items())
+        result = found + self._ending(most) if found else f"nothing found{self._reservation(counts)}"
         return f"{result} ({counted(self.trace.world, 'rank')}, {steps})"
-
-    def _found(self) -> str:
-        counts = {s: sum(f.severity == s for f in self.findings) for s in ("error", "warning", "note")}
-        return ", ".join(counted(n, severity) for severity, n in counts.items() if n)
 
     def _ending(self, steps: int) -> str:
         if self.trace.hung:

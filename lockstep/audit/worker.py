@@ -28,6 +28,7 @@ from .source import Site, declared_flag, foreign
 _exit = os._exit
 _PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent exits."""
+_SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "WANDB_", "DDP_")
 DONE, ALL_DONE = "done", "all_done"
 """Suffix of the file with the exit status of a rank that has finished; the file that lets the finished ranks exit."""
 
@@ -67,7 +68,8 @@ def run_worker(spec: LaunchSpec, rank: int, port: int, folder: Path) -> NoReturn
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
     recorder = Recorder(folder, rank)
     _install(spec, recorder)
-    recorder.write(Start(_recorded_environment(), spec.shared_gpu))
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+    recorder.write(Start(settings, spec.shared_gpu))
     _finish(recorder, _run_script(spec.argv, recorder))
 
 
@@ -148,11 +150,6 @@ def _script_file(argv: list[str]) -> str:
             spec = importlib.util.find_spec(f"{argv[1]}.__main__")
         return spec.origin or "" if spec else ""
     return ""
-
-
-def _recorded_environment() -> dict[str, str]:
-    prefixes = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "WANDB_", "DDP_")
-    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
 
 
 def _user_line(error: BaseException) -> Site | None:

@@ -57,12 +57,8 @@ _CONSTANTS: tuple[tuple[Any, Any, tuple[str, ...]], ...] = (
 
 def is_needed(device: str) -> bool:
     """Whether `--device` or the lack of a GPU puts CUDA on the CPU."""
-    return device == "cpu" or (device == "auto" and not _has_gpu())
-
-
-def _has_gpu() -> bool:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not start CUDA: ranks are forked
-    return torch.cuda.device_count() > 0
+    return device == "cpu" or (device == "auto" and torch.cuda.device_count() == 0)
 
 
 def install(recorder: Recorder, patches: Patches, count: int) -> None:

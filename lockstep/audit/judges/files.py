@@ -39,7 +39,9 @@ def _in_place(rank: Rank) -> Iterator[Finding]:
 
 def _resume(rank: Rank) -> Iterator[Finding]:
     files = {event.at.file for event in rank.events if event.at}
-    load = next((load for load in rank.of(Load) if _resumes(load, files)), None)
+    # one that does not say how far training was, or whose script does not read that, only has weights
+    resuming = (load for load in rank.of(Load) if load.progress and reads_entry(files, load.progress) is not False)
+    load = next(resuming, None)
     if load is None:
         return
     restored = {event.target for event in rank.of(LoadStateDict) if event.t >= load.t}
@@ -51,11 +53,6 @@ def _resume(rank: Rank) -> Iterator[Finding]:
     if not rank.steps and end and end.ok:
         what = "a checkpoint was loaded, no step was taken, and the script ended normally"
         yield finding("nothing-left-to-train", what, load.at, load.path)
-
-
-def _resumes(load: Load, files: set[str]) -> bool:
-    """Whether a checkpoint says how far training was and the script reads it: else it only has weights."""
-    return bool(load.progress) and reads_entry(files, load.progress) is not False
 
 
 def _logs(trace: Trace) -> Iterator[Finding]:

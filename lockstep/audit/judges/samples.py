@@ -42,7 +42,8 @@ def _shards(joint: JointPass, group: list[Pass], trace: Trace) -> Iterator[Findi
         return
     counts = Counter(i for part in lists for i in set(part))
     twice = [i for i, n in counts.items() if n > 1]
-    example = f"sample {twice[0]} on ranks {_holders(lists, twice[0])}" if twice else ""
+    holders = ", ".join(str(rank) for rank, part in enumerate(lists) if twice and twice[0] in part)
+    example = f"sample {twice[0]} on ranks {holders}" if twice else ""
     if first.trains and len(twice) > _MUCH * len(counts):
         share = 100 * len(twice) / len(counts)
         what = f"{share:.0f} % of the training samples are given to several ranks in one epoch"
@@ -94,10 +95,6 @@ def _no_augmentation(at: Site | None, trace: Trace) -> bool:
             again += (rank.number, index) in known
             known.setdefault((rank.number, index), set()).add(content)
     return again >= _ENOUGH and all(len(contents) == 1 for contents in known.values())
-
-
-def _holders(lists: list[list[int]], sample: int) -> str:
-    return ", ".join(str(rank) for rank, part in enumerate(lists) if sample in part)
 
 
 def _exactly_once(lists: list[list[int]], start: PassStart) -> bool:
