@@ -360,6 +360,11 @@ class Trace:
         shared = set.intersection(*(set(table) for table in tables))
         return {k: [table[k] for table in tables] for k in sorted(shared)}  # type: ignore[type-var]
 
+    def difference(self, kind: type[E], value: Callable[[E], object]) -> tuple[E, ...] | None:
+        """The first events, the k-th of each rank, whose values differ. Value None: left out."""
+        events = ([event for event in rank.of(kind) if value(event) is not None] for rank in self.ranks)
+        return next((row for row in zip(*events, strict=False) if len({repr(value(e)) for e in row}) > 1), None)
+
     @cached_property
     def joint_passes(self) -> list[JointPass]:
         table: dict[tuple[Site | None, int], dict[int, Pass]] = {}

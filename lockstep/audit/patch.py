@@ -3,6 +3,7 @@
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,12 @@ class Patches:
         """The key-value store of the process group, kept for after the group is destroyed."""
 
     def wrap(self, owner: Any, name: str, around: Callable[[Function], Function]) -> None:
-        """Replace `owner.name` by `around(owner.name)`."""
+        """Replace `owner.name` by `around(owner.name)`. The owner "module" or "module:Class" is that module or class,
+        once it is imported."""
+        if isinstance(owner, str):
+            module, _, cls = owner.partition(":")
+            self.when_imported(module, lambda found: self.wrap(getattr(found, cls) if cls else found, name, around))
+            return
         own = name in vars(owner)
         before = vars(owner)[name] if own else getattr(owner, name)
         original = getattr(owner, name)
@@ -89,14 +95,18 @@ def _nothing(*_: Any) -> None:
 
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, act: Callable[[ModuleType], None]):
-        self.name, self.act = name, act
+        self.name, self.act, self.is_busy = name, act, False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self.name:
+        if name != self.name or self.is_busy:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        self.is_busy = True
+        try:
+            spec = importlib.util.find_spec(name)  # by the other finders: some may wait for the same module
+        finally:
+            self.is_busy = False
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module

@@ -23,7 +23,7 @@ from ...parallel import sync_batch_norm
 from ..patch import Arguments, Function, Patches
 from ..recorder import Recorder
 from ..source import foreign
-from .devices import DEVICE_FUNCTIONS, DeviceRedirect, VirtualGpus, redirect_ddp, redirect_load
+from .devices import DEVICE_FUNCTIONS, FSDP, DeviceRedirect, VirtualGpus, redirect_ddp, redirect_load
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _LOCKSTEP = str(Path(__file__).parents[2]) + os.sep
@@ -107,13 +107,11 @@ def _patch_distributed(patches: Patches, gpus: VirtualGpus) -> None:
         patches.edit_arguments(dist, name, _gloo)
     redirect_ddp(patches, gpus, lambda devices: None, lambda device: True)
     patches.intercept(nn.SyncBatchNorm, "convert_sync_batchnorm", _sync_batchnorm)
-    patches.when_imported(
-        "torch.distributed.fsdp.fully_sharded_data_parallel", lambda module: _patch_fsdp(module, patches)
-    )
-    patches.when_imported(
-        "torch.distributed.checkpoint.state_dict_saver",
-        lambda module: patches.intercept(module, "async_save", partial(_save_now, module)),
-    )
+    # FSDP1 has all its tensors on the CPU already: no moves, no offload
+    patches.edit_arguments(FSDP, "__init__", lambda arguments: arguments.update(cpu_offload=None, device_id=_CPU))
+    patches.edit_arguments(FSDP, "set_state_dict_type", _without_offload)
+    patches.when_imported("torch.distributed.fsdp._init_utils", partial(_skip_device_check, patches))
+    patches.intercept("torch.distributed.checkpoint.state_dict_saver", "async_save", _save_now)
 
 
 def _called_by_user() -> bool:
@@ -183,12 +181,7 @@ def _gloo(arguments: Arguments) -> None:
         arguments["backend"] = "gloo"
 
 
-def _patch_fsdp(module: ModuleType, patches: Patches) -> None:
-    """FSDP1 has all its tensors on the CPU already: no moves, no offload."""
-    fsdp = module.FullyShardedDataParallel
-    patches.edit_arguments(fsdp, "__init__", lambda arguments: arguments.update(cpu_offload=None, device_id=_CPU))
-    patches.edit_arguments(fsdp, "set_state_dict_type", _without_offload)
-    init_utils = sys.modules.get("torch.distributed.fsdp._init_utils")
+def _skip_device_check(patches: Patches, init_utils: ModuleType) -> None:
     requires_gpu = "_check_module_states_for_sync_module_states"
     if hasattr(init_utils, requires_gpu):
         patches.wrap(init_utils, requires_gpu, _returns(None))
@@ -200,11 +193,12 @@ def _without_offload(arguments: Arguments) -> None:
             config.offload_to_cpu = False
 
 
-def _save_now(saver: ModuleType, original: Function, state_dict: Any, **kwargs: Any) -> Future[Any]:
+def _save_now(original: Function, state_dict: Any, **kwargs: Any) -> Future[Any]:
     """Save before returning: here saving and training would use the same gloo group at the same time."""
-    known = inspect.signature(saver.save).parameters
+    save = sys.modules[original.__module__].save
+    known = inspect.signature(save).parameters
     future: Future[Any] = Future()
-    future.set_result(saver.save(state_dict, **{k: v for k, v in kwargs.items() if k in known}))
+    future.set_result(save(state_dict, **{k: v for k, v in kwargs.items() if k in known}))
     return future
 
 

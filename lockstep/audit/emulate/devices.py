@@ -14,6 +14,7 @@ from ..events import Device
 from ..patch import Arguments, Function, Patches
 from ..recorder import Recorder
 
+FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
 DEVICE_FUNCTIONS = (
     (torch.cuda, "device_count", "set_device", "current_device", "device"),
     (torch.accelerator, "device_count", "set_device_index", "current_device_index", "device_index"),
@@ -126,10 +127,7 @@ class DeviceRedirect(TorchFunctionMode):
         patches.intercept(threading.Thread, "_bootstrap_inner", self._in_this_mode)
         patches.intercept(torch.autograd, "_engine_run_backward", self._in_this_mode)
         patches.intercept(DeviceContext, "__init__", self._default_device)
-        patches.when_imported(
-            "torch.distributed.device_mesh",
-            lambda module: patches.edit_arguments(module.DeviceMesh, "__init__", self._mesh),
-        )
+        patches.edit_arguments("torch.distributed.device_mesh:DeviceMesh", "__init__", self._mesh)
 
     def _in_this_mode(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """A mode is off in other threads, and in functions that it calls itself, like `Tensor.backward`."""

@@ -4,7 +4,6 @@ By default they would find no GPU, use one CPU process, and train separately in 
 """
 
 import os
-from collections.abc import Callable
 from functools import partial
 
 from ..events import Device
@@ -12,10 +11,10 @@ from ..patch import Arguments, Patches
 from ..recorder import Recorder
 
 _LIGHTNING = (
-    ("Trainer", "lightning.pytorch.trainer.trainer"),
-    ("Trainer", "pytorch_lightning.trainer.trainer"),
-    ("Fabric", "lightning.fabric.fabric"),
-    ("Fabric", "lightning_fabric.fabric"),
+    "lightning.pytorch.trainer.trainer:Trainer",
+    "pytorch_lightning.trainer.trainer:Trainer",
+    "lightning.fabric.fabric:Fabric",
+    "lightning_fabric.fabric:Fabric",
 )
 _BFLOAT16 = {16: "bf16-mixed", "16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 """The precision used on the CPU instead of float16."""
@@ -23,13 +22,9 @@ _BFLOAT16 = {16: "bf16-mixed", "16": "bf16-mixed", "16-mixed": "bf16-mixed", "16
 
 def install(recorder: Recorder, patches: Patches, nproc: int) -> None:
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    _edit_init(patches, "accelerate.accelerator", "Accelerator", partial(_accelerate, recorder))
-    for name, module in _LIGHTNING:
-        _edit_init(patches, module, name, partial(_lightning, recorder, nproc))
-
-
-def _edit_init(patches: Patches, module: str, name: str, edit: Callable[[Arguments], None]) -> None:
-    patches.when_imported(module, lambda imported: patches.edit_arguments(vars(imported)[name], "__init__", edit))
+    patches.edit_arguments("accelerate.accelerator:Accelerator", "__init__", partial(_accelerate, recorder))
+    for trainer in _LIGHTNING:
+        patches.edit_arguments(trainer, "__init__", partial(_lightning, recorder, nproc))
 
 
 def _accelerate(recorder: Recorder, arguments: Arguments) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..patch import Arguments, Function, Patches
 from ..recorder import Recorder
 from ..source import caller, foreign, generated
-from .devices import DEVICE_FUNCTIONS, DeviceRedirect, VirtualGpus, is_cuda, redirect_ddp, redirect_load
+from .devices import DEVICE_FUNCTIONS, FSDP, DeviceRedirect, VirtualGpus, is_cuda, redirect_ddp, redirect_load
 
 _FIRST = torch.device("cuda", 0)
 _PACKAGES = Path(torch.__file__).parents[1]
@@ -48,10 +48,7 @@ def install(recorder: Recorder, patches: Patches, count: int) -> None:
     for name in ("init_process_group", "new_group", "barrier"):
         patches.edit_arguments(dist, name, _redirect_devices)
     redirect_ddp(patches, gpus, _to_first, partial(_is_request, gpus))
-    patches.when_imported(
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        lambda module: patches.edit_arguments(module.FullyShardedDataParallel, "__init__", partial(_fsdp, gpus)),
-    )
+    patches.edit_arguments(FSDP, "__init__", partial(_fsdp, gpus))
     patches.intercept(os, "putenv", partial(_putenv, gpus, real_count))
     DeviceRedirect(gpus).install(patches)
 

@@ -9,11 +9,9 @@ from ..model import Pass, Trace
 
 
 def judge(trace: Trace) -> Iterator[Finding]:
-    for orders in zip(*(rank.of(SamplerOrder) for rank in trace.ranks), strict=False):
-        if len({order.epoch for order in orders}) > 1 and orders[0].shuffle:
-            values = ", ".join(f"rank {n}: {order.epoch}" for n, order in enumerate(orders))
-            yield finding("differing-epoch", "set_epoch is called with different values", orders[0].at, values)
-            break
+    if orders := trace.difference(SamplerOrder, lambda order: order.epoch if order.shuffle else None):
+        values = ", ".join(f"rank {n}: {order.epoch}" for n, order in enumerate(orders))
+        yield finding("differing-epoch", "set_epoch is called with different values", orders[0].at, values)
     if trace.world > 1 and not any(joint.by_all for joint in trace.joint_passes):
         return
     training = [one for one in trace.ranks[0].passes if one.trains and one.index]

@@ -71,25 +71,19 @@ def _cause(rank: Rank, step: Site | None, name: str, same_start: bool) -> tuple[
 
 
 def _schedule(trace: Trace) -> Iterator[Finding]:
-    plateaus = ([s for s in rank.of(events.SchedulerStep) if s.metric is not None] for rank in trace.ranks)
-    for ranks in zip(*plateaus, strict=False):
-        if disagreement([{"metric": repr(s.metric)} for s in ranks]):
-            values = ", ".join(f"rank {n}: {s.metric:g}" for n, s in enumerate(ranks))
-            what = "the schedule is driven by a value that differs between ranks"
-            yield finding("differing-schedule", what, ranks[0].at, values)
-            return
+    if plateaus := trace.difference(events.SchedulerStep, lambda s: s.metric):
+        values = ", ".join(f"rank {n}: {s.metric:g}" for n, s in enumerate(plateaus))
+        what = "the schedule is driven by a value that differs between ranks"
+        yield finding("differing-schedule", what, plateaus[0].at, values)
+        return
     for (n, _), steps in trace.by_key(events.Step, lambda s: (s.n, s.optimizer)).items():
         if found := disagreement([{"lr": s.lr} for s in steps]):
             at = next((scheduler.at for _, scheduler in trace.all(events.SchedulerStep)), steps[0].at)
             rates = f"at step {n}: {steps[0].lr} on rank 0, {steps[found[1]].lr} on rank {found[1]}"
             yield finding("differing-schedule", "the learning rate differs between ranks", at, rates)
             return
-    scales = ([s for s in rank.of(events.Scaler) if s.scale is not None] for rank in trace.ranks)
-    for scalers in zip(*scales, strict=False):
-        if disagreement([{"scale": s.scale} for s in scalers]):
-            what = "the scale of the gradient scaler differs between ranks"
-            yield finding("differing-schedule", what, scalers[0].at)
-            return
+    if scalers := trace.difference(events.Scaler, lambda s: s.scale):
+        yield finding("differing-schedule", "the scale of the gradient scaler differs between ranks", scalers[0].at)
 
 
 def _buffers(trace: Trace) -> Iterator[Finding]:

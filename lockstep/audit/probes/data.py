@@ -9,7 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,8 +46,6 @@ class _Pass:
     epoch: int
     dataset: Any
     subset: list[int] | None
-    requested: deque[Any] = field(default_factory=deque)
-    """Indices asked for whose batch is still to come: workers are ahead of the loop."""
 
 
 class Data:
@@ -78,7 +76,8 @@ class Data:
         self.context.roots()
         at = user_line()
         if loader._iterator is not None:  # persistent workers use it again
-            loader._iterator.__dict__.pop("_lockstep", None)
+            vars(loader._iterator).pop("_lockstep", None)
+            vars(loader._iterator).pop("_lockstep_requested", None)
         with self._timed():
             iterator = original(loader)
         self._started(loader, iterator, number, at)
@@ -109,16 +108,13 @@ class Data:
         iterator._lockstep = _Pass(number, event.epoch, dataset, subset)
 
     def requested(self, index: Any, iterator: Any) -> None:
-        if hasattr(iterator, "_lockstep"):
-            iterator._lockstep.requested.append(index)
-        else:
-            iterator._lockstep_early = [*getattr(iterator, "_lockstep_early", []), index]
+        """Keep the indices whose batch is still to come: workers are ahead of the loop."""
+        vars(iterator).setdefault("_lockstep_requested", deque()).append(index)
 
     def next_batch(self, original: Function, iterator: Any) -> Any:
         current: _Pass | None = getattr(iterator, "_lockstep", None)
         if current is None:
             return original(iterator)
-        current.requested.extend(iterator.__dict__.pop("_lockstep_early", []))
         try:
             with self._timed():
                 batch = original(iterator)
@@ -128,15 +124,16 @@ class Data:
             for act in self.context.on_pass_end if torch.is_grad_enabled() else ():
                 act()
             raise
-        self._loaded(current, batch)
+        requested = vars(iterator).get("_lockstep_requested")
+        self._loaded(current, batch, requested.popleft() if requested else None)
         return batch
 
-    def _loaded(self, current: _Pass, batch: Any) -> None:
+    def _loaded(self, current: _Pass, batch: Any, requested: Any) -> None:
         leaves = self._leaves(batch) or []
         rows = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
         event = Batch(current.loader, current.epoch, rows, torch.is_grad_enabled(), loading=round(self.loading, 6))
         self.loading = 0.0
-        event.index = self._index(current, current.requested.popleft() if current.requested else None) or []
+        event.index = self._index(current, requested) or []
         self._add_hashes(event, leaves)
         self.context.batch = leaves
         self.recorder.write(event)

@@ -34,10 +34,7 @@ def install(context: Context) -> None:
     context.watch(Optimizer, "load_state_dict", context.writes(LoadStateDict, "optimizer"), hide=True)
     context.watch(builtins, "print", probe.print)
     context.watch(type(os.environ), "__setitem__", probe.set_variable)
-    context.patches.when_imported(
-        "torch.utils.tensorboard.writer",
-        lambda module: context.watch(module.SummaryWriter, "add_scalar", probe.add_scalar),
-    )
+    context.watch("torch.utils.tensorboard.writer:SummaryWriter", "add_scalar", probe.add_scalar)
 
 
 class Files:

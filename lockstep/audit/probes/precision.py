@@ -13,11 +13,8 @@ from .context import Context, index_of
 def install(context: Context) -> None:
     probe = Precision(context)
     context.watch(torch.autocast, "__enter__", probe.autocast)
-    scaler = torch.amp.GradScaler
-    context.watch(scaler, "__init__", after=probe.scaler_created)
-    context.watch(scaler, "update", after=probe.scaler_updated)
-    for name in ("scale", "unscale_", "step"):
-        context.watch(scaler, name, partial(probe.scaler_used, name))
+    for name in ("__init__", "scale", "unscale_", "step", "update"):
+        context.watch(torch.amp.GradScaler, name, after=partial(probe.scaler_called, name))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         for owner in (clip_grad, torch.nn.utils):
             context.watch(owner, name, context.writes(Clip), hide=True)
@@ -37,16 +34,9 @@ class Precision:
             self.dtypes.add(dtype)
             self.recorder.write(Autocast(dtype))
 
-    def scaler_created(self, _: None, scaler: Any, *__: Any, **___: Any) -> None:
-        self.recorder.write(Scaler("__init__", index_of(self.scalers, scaler)))
-
-    def scaler_used(self, op: str, scaler: Any, *_: Any, **__: Any) -> None:
+    def scaler_called(self, op: str, _: Any, scaler: Any, *__: Any, **___: Any) -> None:
         if scaler.is_enabled():
             self.context.loss_is_scaled |= op == "scale"
-            self.recorder.write(Scaler(op, index_of(self.scalers, scaler)))
-
-    def scaler_updated(self, _: None, scaler: Any, *__: Any, **___: Any) -> None:
-        if scaler.is_enabled():
             with self.recorder.hide():
-                scale = scaler.get_scale()
-            self.recorder.write(Scaler("update", index_of(self.scalers, scaler), scale))
+                scale = scaler.get_scale() if op == "update" else None
+            self.recorder.write(Scaler(op, index_of(self.scalers, scaler), scale))

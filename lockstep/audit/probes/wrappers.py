@@ -19,19 +19,15 @@ _MOST_BYPASSES = 20
 
 
 def install(context: Context) -> "Wrappers":
-    probe, patches = Wrappers(context), context.patches
+    probe = Wrappers(context)
     context.watch(DistributedDataParallel, "__init__", after=probe.ddp_created, hide=True)
     context.intercept(DistributedDataParallel, "forward", probe.ddp_forward)
     context.intercept(DistributedDataParallel, "no_sync", probe.no_sync)
-    patches.when_imported("torch.distributed.fsdp", probe.watch_fsdp)
-    patches.when_imported(
-        "torch.distributed.tensor.parallel",
-        lambda parallel: context.watch(parallel, "parallelize_module", after=probe.parallelized, hide=True),
-    )
-    patches.when_imported(
-        "torch.distributed.algorithms.join",
-        lambda join: context.watch(join.Join, "__enter__", context.writes(Join)),
-    )
+    fsdp, parallel = "torch.distributed.fsdp", "torch.distributed.tensor.parallel"
+    context.watch(fsdp, "fully_shard", after=probe.sharded, hide=True)
+    context.watch(f"{fsdp}:FullyShardedDataParallel", "__init__", after=probe.fsdp_created, hide=True)
+    context.watch(parallel, "parallelize_module", after=probe.parallelized, hide=True)
+    context.watch("torch.distributed.algorithms.join:Join", "__enter__", context.writes(Join))
     return probe
 
 
@@ -109,10 +105,6 @@ class Wrappers:
         return empty
 
     # -- FSDP and others ---------------------------------------------------------------------------------------------
-    def watch_fsdp(self, fsdp: Any) -> None:
-        self.context.watch(fsdp, "fully_shard", after=self.sharded, hide=True)
-        self.context.watch(fsdp.FullyShardedDataParallel, "__init__", after=self.fsdp_created, hide=True)
-
     def fsdp_created(self, _: None, wrapper: nn.Module, *__: Any, **___: Any) -> None:
         self.context.shards.append(wrapper)
         self.context.covered |= {id(p) for p in wrapper.parameters()}
