@@ -14,7 +14,7 @@ from .emulate import cuda_on_cpu
 from .judges import judge
 from .launcher import run_ranks
 from .model import Trace
-from .source import audit_package
+from .source import audit_package, source_lines
 from .verdict import Verdict
 from .worker import LaunchSpec
 
@@ -136,8 +136,7 @@ def _device_notes(trace: Trace, spec: LaunchSpec) -> Iterator[str]:
 
 def _scales_by_world(trace: Trace, script: list[str]) -> bool:
     """Whether the source multiplies a learning rate by the world size: then a run on one rank is compared."""
-    files = {script[0]} if Path(script[0]).is_file() else set()
-    files |= {event.at.file for event in trace.ranks[0].of(events.OptimizerInit) if event.at}
+    files = {script[0], *(event.at.file for event in trace.ranks[0].of(events.OptimizerInit) if event.at)}
     world = r"(world_?size|world|num_(gpus|processes|replicas)|n_?gpus?|get_world_size\(\)|device_count\(\))"
-    pattern = re.compile(rf"lr\b[^\n]*\*=?[^\n]*{world}|{world}[^\n]*\*[^\n]*lr\b", re.IGNORECASE)
-    return any(pattern.search(Path(f).read_text(errors="replace")) for f in files if Path(f).is_file())
+    pattern = re.compile(rf"lr\b.*\*=?.*{world}|{world}.*\*.*lr\b", re.IGNORECASE)
+    return any(pattern.search(line) for file in files for line in source_lines(file))

@@ -100,11 +100,6 @@ class Pass:
     def at(self) -> Site | None:
         return self.start.at
 
-    def sliced(self, world: int) -> bool:
-        """Whether the script loads whole batches and each rank gives the model its slice, and not all in turn."""
-        part = 0 < self.model_rows * world <= self.rows + world - 1
-        return part and self.model_rows * self.backwards < self.rows * self.batches
-
 
 class Rank:
     """The events of one rank, in order, and how its process ended."""
@@ -214,6 +209,10 @@ class Rank:
         return f"waits in {call.name}{where} at {at}"
 
     @property
+    def ending(self) -> str:
+        return f"rank {self.number} {self.outcome}"
+
+    @property
     def exit_status(self) -> str:
         """How a process ended whose script could not record it."""
         status = self.status or 0
@@ -299,8 +298,10 @@ class JointPass:
 
     @property
     def sliced(self) -> bool:
-        """Whether the ranks load the same batches and give the model a slice of them each."""
-        return self.first.trains and self.first.sliced(self.world)
+        """Whether the ranks load the same batches and give the model a slice of them each, and not all in turn."""
+        first = self.first
+        part = 0 < first.model_rows * self.world <= first.rows + self.world - 1
+        return first.trains and part and first.model_rows * first.backwards < first.rows * first.batches
 
     @cached_property
     def indices(self) -> Sequence[int] | None:

@@ -86,6 +86,14 @@ def user_line() -> Site | None:
     return None
 
 
+def source_lines(file: str) -> list[str]:
+    """The lines of a file; none if it cannot be read."""
+    try:
+        return Path(file).read_text(errors="replace").split("\n")
+    except OSError:
+        return []
+
+
 # -- syntax trees -----------------------------------------------------------------------------------------------------
 def declared_flag(file: str, flags: tuple[str, ...]) -> str | None:
     """Which of `flags` a script's parser declares."""

@@ -1,6 +1,7 @@
 """Ranks call the same collectives in the same order, take the same number of steps, and end."""
 
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 
 from ..catalog import Finding, finding
@@ -27,12 +28,8 @@ def judge(trace: Trace) -> Iterator[Finding]:
         yield from filter(None, [uneven or mismatch])
         if trace.hung and not any(map(_failed_by_itself, trace.ranks)):
             at = next((rank.stack[0] for rank in trace.ranks if rank.stack), None)
-            yield finding("hangs", "the ranks wait for each other forever", at, *_outcomes(trace.ranks))
+            yield finding("hangs", "the ranks wait for each other forever", at, *(rank.ending for rank in trace.ranks))
     yield from _crashes(trace)
-
-
-def _outcomes(ranks: list[Rank]) -> list[str]:
-    return [f"rank {rank.number} {rank.outcome}" for rank in ranks]
 
 
 _Group = tuple[tuple[int, ...] | None, str, bool]
@@ -41,11 +38,6 @@ _Group = tuple[tuple[int, ...] | None, str, bool]
 
 def _group(call: Collective) -> _Group:
     return None if call.group is None else tuple(call.group), call.group_name, call.in_thread
-
-
-def _sequence(rank: Rank, group: _Group) -> list[Collective]:
-    calls = [call for call in rank.of(Collective) if _group(call) == group]
-    return [call for call in calls if call.op not in ("init_process_group", "destroy_process_group")]
 
 
 def _signature(call: Collective) -> tuple[object, ...]:
@@ -61,10 +53,13 @@ def _describe(call: Collective) -> str:
 
 
 def _mismatch(trace: Trace) -> Finding | None:
-    groups = {_group(call) for _, call in trace.all(Collective)}
+    groups: dict[_Group, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
+    for rank, call in trace.all(Collective):
+        if call.op not in ("init_process_group", "destroy_process_group"):
+            groups[_group(call)][rank.number].append(call)
     for group in sorted(groups, key=lambda g: (g[0] or (), *g[1:])):
         members = trace.ranks if group[0] is None else [r for r in trace.ranks if r.number in group[0]]
-        calls = [_sequence(r, group) for r in members]
+        calls = [groups[group][r.number] for r in members]
         for n in range(max(map(len, calls), default=0)):
             present = [(r, c[n]) for r, c in zip(members, calls, strict=True) if len(c) > n]
             absent = [r for r, c in zip(members, calls, strict=True) if len(c) <= n]
@@ -85,7 +80,7 @@ def _missing_callers(present: list[tuple[Rank, Collective]], absent: list[Rank])
     callers = ", ".join(str(rank.number) for rank, _ in present)
     call = present[0][1]
     what = f"{call.op} is called by {'rank' if len(present) == 1 else 'ranks'} {callers} only"
-    return finding("collective-mismatch", what, call.at, *_outcomes(absent))
+    return finding("collective-mismatch", what, call.at, *(rank.ending for rank in absent))
 
 
 def _uneven(trace: Trace) -> Finding | None:
@@ -102,7 +97,7 @@ def _uneven(trace: Trace) -> Finding | None:
     at = rank.of(Backward)[-1].at if rank.of(Backward) else rank.line(OptimizerInit)
     counts = (f"rank {n}: {b} backward, {s} steps" for n, (b, s) in enumerate(zip(backwards, steps, strict=True)))
     what = f"ranks take different numbers of {unit}"
-    return finding("uneven-steps", what, at, ", ".join(counts), *_outcomes(trace.ranks))
+    return finding("uneven-steps", what, at, ", ".join(counts), *(rank.ending for rank in trace.ranks))
 
 
 def _failed_by_itself(rank: Rank) -> bool:

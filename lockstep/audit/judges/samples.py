@@ -4,9 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-import numpy as np
-
-from ...watch.ledger import Ledger, tally
 from ..catalog import Finding, finding
 from ..events import Backward, Collective, End, Event, ModelInput, PassEnd, PassStart
 from ..model import JointPass, Pass, Rank, Trace
@@ -36,8 +33,6 @@ def _shards(joint: JointPass, group: list[Pass], trace: Trace) -> Iterator[Findi
     lists, first = [one.index for one in group], group[0]
     if not all(lists) or any(len(set(i)) < 0.9 * len(i) for i in lists):
         return  # nothing known, or drawn with replacement
-    if joint.finished and _exactly_once(lists, first.start):
-        return
     if joint.sliced or _own_sets(group, trace):
         return
     counts = Counter(i for part in lists for i in set(part))
@@ -95,15 +90,6 @@ def _no_augmentation(at: Site | None, trace: Trace) -> bool:
             again += (rank.number, index) in known
             known.setdefault((rank.number, index), set()).add(content)
     return again >= _ENOUGH and all(len(contents) == 1 for contents in known.values())
-
-
-def _exactly_once(lists: list[list[int]], start: PassStart) -> bool:
-    """By the ledger that every run of Lockstep keeps."""
-    if start.is_subset or start.size is None:
-        return False
-    ledger = Ledger(start.size)
-    wrong = ledger.post([{0: tally(np.asarray(part, dtype=np.int64))} for part in lists])
-    return wrong is None and ledger.complete == 1
 
 
 def _unseen(joint: JointPass, counts: Counter[int]) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,6 +45,30 @@ def should_sample(n: int) -> bool:
     return n in (1, 2, 5, 10) or n % 20 == 0
 
 
+@dataclass
+class WatchedOptimizer:
+    """An optimizer of the script."""
+
+    optimizer: torch.optim.Optimizer
+    number: int
+    steps: int = 0
+    backwards: int = 0
+    """Backward passes since its last step."""
+    stale: bool = False
+    """Whether the gradients of its last step were not cleared."""
+    recorded: int = -1
+    """The last step after which its weights were recorded."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def rates(self) -> list[float]:
+        rates = (group.get("lr") for group in self.optimizer.param_groups)
+        return [float(rate) for rate in rates if isinstance(rate, (int, float, Tensor))]  # some have None
+
+
 class Context:
     """Shared by all probes of a rank."""
 
@@ -55,7 +80,7 @@ class Context:
         """Parameters whose gradients some wrapper synchronises."""
         self.shards: list[nn.Module] = []
         """Modules whose parameters are plain tensors and yet shards, as in FSDP's first version."""
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: list[WatchedOptimizer] = []
         self.steps = 0
         self.backwards = 0
         self.forwards = 0
@@ -96,13 +121,10 @@ class Context:
     def intercept(self, owner: Any, name: str, around: Function) -> None:
         """Call `around(original, ...)` in place of `owner.name(...)`, but not inside what is hidden or compiled."""
 
-        def make(original: Function) -> Function:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                return original(*args, **kwargs) if self.hidden else around(original, *args, **kwargs)
+        def watched(original: Function, *args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if self.hidden else around(original, *args, **kwargs)
 
-            return watched
-
-        self.patches.wrap(owner, name, make)
+        self.patches.intercept(owner, name, watched)
 
     def writes(self, kind: type[Event], *values: Any) -> Function:
         """A probe that records an event, whatever the arguments of the call."""

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .. import events
 from ..patch import Function
 from . import wrappers
-from .context import Context, never_raises, replicated, should_sample
+from .context import Context, WatchedOptimizer, never_raises, replicated, should_sample
 from .tensors import readable, sample_hashes, tensors
 from .wrappers import Wrappers
 
@@ -44,12 +44,6 @@ class Training:
 
     def __init__(self, context: Context, wrappers: Wrappers):
         self.context, self.recorder, self.wrappers = context, context.recorder, wrappers
-        self.backwards: dict[int, int] = {}
-        """Backward passes since each optimizer's last step."""
-        self.stale: dict[int, bool] = {}
-        """Whether the gradients of each optimizer's last step were not cleared."""
-        self.counts: dict[int, int] = {}
-        """Steps of each optimizer."""
         self.no_gradient_yet: set[str] = set()
         """Parameters of optimizers that stepped which never had a gradient."""
         self.not_optimized: set[str] = set()
@@ -58,8 +52,6 @@ class Training:
         self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
         """The dropout layers of a module, as it was when first sampled."""
         self.versions: list[tuple[str, Tensor, int]] = []
-        self.checksummed: dict[int, int] = {}
-        """The last step of each optimizer after which its weights were recorded."""
         self.in_backward = False
         """Also true for a backward pass within another, and for torch's functions that call themselves under a mode."""
 
@@ -114,8 +106,8 @@ class Training:
         self.context.backwards += 1
         event = events.Backward(self._is_scaled(tensors) or False)
         self.context.loss_is_scaled = False
-        for key in self.backwards:  # before: an optimizer may step in the hooks of the backward pass
-            self.backwards[key] += 1
+        for watched in self.context.optimizers:  # before: one may step in the hooks of the backward pass
+            watched.backwards += 1
         with self.recorder.call(event):
             return self._differentiate(original, tensors, *args, **kwargs)
 
@@ -143,73 +135,70 @@ class Training:
     def grad(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self.in_backward:
             return original(*args, **kwargs)
-        for key in self.backwards:
-            self.backwards[key] += 1
-            self.stale[key] = False  # what is done with these gradients is not known
+        for watched in self.context.optimizers:
+            watched.backwards += 1
+            watched.stale = False  # what is done with these gradients is not known
         return self._differentiate(original, *args, **kwargs)
 
     @never_raises
     def check_cleared(self, *_: Any, **__: Any) -> None:
         """Note for which optimizers the gradients of the last step were cleared."""
-        for number, optimizer in enumerate(self.context.optimizers):
-            if self.stale.get(number) and should_sample(self.counts[number]):
-                self.stale[number] = False  # also if the check fails
+        for watched in self.context.optimizers:
+            if watched.stale and should_sample(watched.steps):
+                watched.stale = False  # also if the check fails
                 with self.recorder.hide():
-                    grads = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+                    grads = [p.grad for p in watched.parameters if p.grad is not None]
                     whole = [local for g in grads[:8] if (local := replicated(g)) is not None]
-                    self.stale[number] = any(bool((g != 0).any()) for g in whole)
+                    watched.stale = any(bool((g != 0).any()) for g in whole)
 
     # -- optimizer --------------------------------------------------------------------------------------------------
     def optimizer_created(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
         if type(optimizer).__module__.startswith("accelerate"):  # a wrapper around one that is known
             return
         number = len(self.context.optimizers)
-        self.context.optimizers.append(optimizer)
-        self.backwards[number] = 0
+        self.context.optimizers.append(WatchedOptimizer(optimizer, number))
         self.context.roots()
         self.recorder.write(events.OptimizerInit(number))
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        number = self._watched(optimizer)
-        if number is not None and self.counts.get(number, 0) == 0:
-            self._record_weights(number, 0)
+        watched = self._watched(optimizer)
+        if watched and watched.steps == 0:
+            self._record_weights(watched)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        number = self._watched(optimizer)
-        if number is None:
+        watched, context = self._watched(optimizer), self.context
+        if watched is None:
             return
-        context = self.context
-        n = self.counts[number] = self.counts.get(number, 0) + 1
-        step = events.Step(number, n, _rates(optimizer), self.backwards[number])
-        step.stale = self.stale.get(number, False) and should_sample(n - 1)
+        watched.steps += 1
+        step = events.Step(watched.number, watched.steps, watched.rates, watched.backwards)
+        step.stale = watched.stale and should_sample(watched.steps - 1)
         step.unused_search_empty = self.wrappers.unused_search_empty()
         step.prints, step.waits = context.prints, list(context.waits)
-        self._check_gradients(step, optimizer)
+        self._check_gradients(step, watched.parameters)
         context.prints = 0
         context.waits.clear()
-        self.backwards[number], self.stale[number] = 0, True
+        watched.backwards, watched.stale = 0, True
         self.recorder.write(step)
-        if should_sample(n) or n == context.limit:
-            self._record_weights(number, n)
-        context.steps = max(context.steps, n)
+        if should_sample(watched.steps) or watched.steps == context.limit:
+            self._record_weights(watched)
+        context.steps = max(context.steps, watched.steps)
         if context.limit and context.steps >= context.limit and context.on_limit:
             context.on_limit()
 
-    def _watched(self, optimizer: Optimizer) -> int | None:
-        """The number of an optimizer; None if its step is not recorded: it is hidden, or only creates the state that a
-        checkpoint is loaded into, which torch does by a step with learning rate 0."""
-        number = next((n for n, o in enumerate(self.context.optimizers) if o is optimizer), None)
-        if number is None or self.recorder.is_hidden:
+    def _watched(self, optimizer: Optimizer) -> WatchedOptimizer | None:
+        """None if its step is not recorded: it is hidden, or only creates the state that a checkpoint is loaded into,
+        which torch does by a step with learning rate 0."""
+        watched = next((w for w in self.context.optimizers if w.optimizer is optimizer), None)
+        if watched is None or self.recorder.is_hidden:
             return None
-        only_state = not self.backwards[number] and bool(rates := _rates(optimizer)) and not any(rates)
-        return None if only_state else number
+        only_state = not watched.backwards and bool(rates := watched.rates) and not any(rates)
+        return None if only_state else watched
 
     @never_raises
-    def _check_gradients(self, step: events.Step, optimizer: Optimizer) -> None:
+    def _check_gradients(self, step: events.Step, mine: list[Tensor]) -> None:
         """Which parameters have no gradient yet, and which have one that no optimizer uses."""
         context = self.context
         if step.n == 1:
-            mine = _parameters(optimizer)
             known = {id(p) for _, p in context.parameters()}
             self.no_gradient_yet |= {context.name(p) for p in mine if p.requires_grad and id(p) in known}
             step.devices = sorted({str(p.device) for p in mine})
@@ -223,25 +212,26 @@ class Training:
             with_gradient = [(name, p) for name, p in context.parameters() if p.grad is not None]
             self.no_gradient_yet -= {name for name, _ in with_gradient}
             step.no_gradient_yet = sorted(self.no_gradient_yet)[:_MOST_NAMES]
-            optimized = {id(p) for o in context.optimizers for p in _parameters(o)}
+            optimized = {id(p) for watched in context.optimizers for p in watched.parameters}
             self.not_optimized |= {n for n, p in with_gradient if id(p) in self.ran and id(p) not in optimized}
             step.not_optimized = sorted(self.not_optimized)[:_MOST_NAMES]
 
     def checksum_last_steps(self) -> None:
         """At the end of an epoch: record the weights once more, in case the script ends before the next sample."""
-        for number, n in self.counts.items():
-            if self.checksummed.get(number) != n:
-                self._record_weights(number, n)
+        for watched in self.context.optimizers:
+            if watched.steps and watched.recorded != watched.steps:
+                self._record_weights(watched)
 
-    def _record_weights(self, number: int, n: int) -> None:
-        self.checksummed[number] = n
-        self.recorder.write(events.Weights(number, n, self._checksums(self.context.optimizers[number]) or {}))
+    def _record_weights(self, watched: WatchedOptimizer) -> None:
+        watched.recorded = watched.steps
+        checksums = self._checksums(watched.parameters) or {}
+        self.recorder.write(events.Weights(watched.number, watched.steps, checksums))
 
     @never_raises
-    def _checksums(self, optimizer: Optimizer) -> dict[str, int]:
+    def _checksums(self, parameters: list[Tensor]) -> dict[str, int]:
         self.context.roots()
         shards = {id(p) for module in self.context.shards for p in module.parameters()}
-        named = {self.context.name(p, f"parameter {n}"): p for n, p in enumerate(_parameters(optimizer))}
+        named = {self.context.name(p, f"parameter {n}"): p for n, p in enumerate(parameters)}
         return self.context.checksums({name: p for name, p in named.items() if id(p) not in shards})
 
     def plateau_step(self, _: Any, metrics: Any, *__: Any, **___: Any) -> None:
@@ -251,15 +241,6 @@ class Training:
     def scheduler_step(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if getattr(scheduler, "last_epoch", -1) >= 0:  # not the one that its __init__ takes
             self.recorder.write(events.SchedulerStep())
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _rates(optimizer: Optimizer) -> list[float]:
-    rates = (group.get("lr") for group in optimizer.param_groups)
-    return [float(rate) for rate in rates if isinstance(rate, (int, float, Tensor))]  # some have None
 
 
 def _generator_state(batch: Tensor | None) -> bytes:

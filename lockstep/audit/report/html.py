@@ -9,7 +9,7 @@ from textwrap import dedent
 from ..catalog import Finding
 from ..model import Rank
 from ..probes.collectives import ALL as COLLECTIVES
-from ..source import Site
+from ..source import Site, source_lines
 from ..verdict import Verdict, counted
 from .ledger import ledger
 from .parts import lines, muted, section
@@ -73,10 +73,7 @@ def _capital(text: str) -> str:
 
 def _excerpt(at: Site) -> str:
     """The code around a line, that line marked; nothing if it cannot be read."""
-    try:
-        source = Path(at.file).read_text(errors="replace").split("\n")
-    except OSError:
-        return ""
+    source = source_lines(at.file)
     first = max(1, at.line - _AROUND)
     code = dedent("\n".join(source[first - 1 : at.line + _AROUND]).expandtabs(4)).rstrip("\n").split("\n")
     if not 1 <= at.line <= len(source):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.padding import Padding
 from rich.syntax import Syntax
 
 from ..catalog import Finding
-from ..source import Site
+from ..source import source_lines
 from ..verdict import Verdict
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -33,8 +32,9 @@ def _show_finding(finding: Finding, console: Console) -> None:
     severity, at = f"[{_COLOURS[finding.severity]}]{finding.severity}[/]", finding.at
     line = f"  {at.file}:{at.line}" if at else ""
     console.print(f"{severity} [bold]{escape(finding.kind.name)}[/]{escape(line)}", soft_wrap=True)
-    if code := _source_line(at):
-        console.print(f"    [dim]> {escape(code)}[/]", soft_wrap=True)
+    code = source_lines(at.file)[at.line - 1 : at.line] if at else []
+    if any(code):
+        console.print(f"    [dim]> {escape(code[0].strip())}[/]", soft_wrap=True)
     console.print(Padding(escape(finding.what), (0, 4)))
     for seen in finding.evidence:
         console.print(Padding(f"[dim]{escape(seen)}[/]", (0, 4)))
@@ -47,18 +47,11 @@ def _show_finding(finding: Finding, console: Console) -> None:
 def _show_endings(verdict: Verdict, console: Console) -> None:
     """What each rank was doing at the end, and the last lines that one of them printed."""
     for rank in verdict.trace.ranks:
-        console.print(f"rank {rank.number} {escape(rank.outcome)}", soft_wrap=True)
+        console.print(escape(rank.ending), soft_wrap=True)
     ranks = sorted(verdict.trace.ranks, key=lambda rank: not rank.failed)
     printed = next((rank.printed for rank in ranks if rank.printed.strip()), "")
     lines = [line for line in printed.strip().splitlines() if not line.startswith("frame #")]  # of libtorch
     console.print(Padding(escape("\n".join(lines[-12:])), (0, 4)))
-
-
-def _source_line(at: Site | None) -> str:
-    try:
-        return Path(at.file).read_text().splitlines()[at.line - 1].strip() if at else ""
-    except (OSError, IndexError, UnicodeDecodeError):
-        return ""
 
 
 def as_json(verdict: Verdict) -> str:

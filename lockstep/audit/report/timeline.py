@@ -67,7 +67,7 @@ def _picture(trace: Trace, rows: list[list[Span]], begin: float, end: float) -> 
     height = _ROW * trace.world + _AXIS
     scale = _WIDTH / (end - begin)
     drawn = [_row(trace, rank, row, begin, scale) for rank, row in zip(trace.ranks, rows, strict=True)]
-    label = "; ".join(f"rank {rank.number} {rank.outcome}, {len(rank.steps)} steps" for rank in trace.ranks)
+    label = "; ".join(f"{rank.ending}, {len(rank.steps)} steps" for rank in trace.ranks)
     return (
         f'<svg class="timeline" width="{_WIDTH}" height="{height}" role="img" aria-label="{escape(label)}">'
         '<defs><pattern id="hatch" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -163,4 +163,4 @@ def _legend(trace: Trace) -> str:
 def _endings(trace: Trace) -> str:
     if not any(_hangs(trace, rank) or rank.failed for rank in trace.ranks):
         return ""
-    return lines("endings", (f"rank {rank.number} {rank.outcome}" for rank in trace.ranks))
+    return lines("endings", (rank.ending for rank in trace.ranks))
