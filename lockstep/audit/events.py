@@ -32,13 +32,12 @@ class Start(Event):
 class End(Event):
     """The script ended, by itself or with an exception."""
 
-    how: Literal["done", "exit", "crash"]
     status: int
     error: str | None = None
 
     @property
     def ok(self) -> bool:
-        return self.how != "crash" and self.status == 0
+        return self.status == 0
 
 
 class StepLimit(Event):

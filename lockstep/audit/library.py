@@ -58,9 +58,9 @@ def watch(raises: bool = True) -> Iterator[Watched]:
         recorder.write(Start({}))
         try:
             yield watched
-            recorder.write(End("done", 0))
+            recorder.write(End(0))
         except BaseException as error:
-            recorder.write(End("crash", 1, f"{type(error).__name__}: {error}"[:2000]))
+            recorder.write(End(1, f"{type(error).__name__}: {error}"[:2000]))
             patches.undo()
             _send(_files(recorder), rank, _prefixed(patches.store))  # the other ranks must not wait for this one
             raise

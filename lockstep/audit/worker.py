@@ -104,22 +104,21 @@ def _install(spec: LaunchSpec, recorder: Recorder) -> None:
 
 def _run_script(argv: list[str], recorder: Recorder) -> int:
     """Return the exit status of the script."""
+    end = End(0)
     try:
         _run_as_main(argv)
-        recorder.write(End("done", 0))
-        return 0
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            recorder.write(End("exit", end.code or 0))
-            return end.code or 0
-        os.write(2, f"{end.code}\n".encode())  # as Python does it
-        recorder.write(End("exit", 1, str(end.code)[:2000] or "SystemExit", at=_user_line(end)))
-        return 1
+    except SystemExit as request:
+        if request.code is None or isinstance(request.code, int):
+            end = End(request.code or 0)
+        else:
+            os.write(2, f"{request.code}\n".encode())  # as Python does it
+            end = End(1, str(request.code)[:2000] or "SystemExit", at=_user_line(request))
     except BaseException as error:
         sys.stdout.flush()
         os.write(2, traceback.format_exc().encode())  # the script may have silenced print on all ranks but one
-        recorder.write(End("crash", 1, f"{type(error).__name__}: {error}"[:2000], at=_user_line(error)))
-        return 1
+        end = End(1, f"{type(error).__name__}: {error}"[:2000], at=_user_line(error))
+    recorder.write(end)
+    return end.status
 
 
 def _run_as_main(argv: list[str]) -> None:
@@ -162,7 +161,7 @@ def _exit_early(recorder: Recorder, status: int) -> NoReturn:
     """Replace `os._exit` of the script; processes that it forked exit as usual."""
     if recorder.in_worker:
         _exit(status)
-    recorder.write(End("exit", status))
+    recorder.write(End(status))
     _finish(recorder, status)
 
 

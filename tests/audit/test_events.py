@@ -60,7 +60,7 @@ def a_trace(*steps: int, **ended: bool) -> Trace:
     ranks = []
     for number, count in enumerate(steps):
         events: list[Event] = [Step(0, n + 1, [0.1]) for n in range(count)]
-        ranks.append(Rank(number, [*events, PassEnd(0, 1), End("done", 0)], [], 0))
+        ranks.append(Rank(number, [*events, PassEnd(0, 1), End(0)], [], 0))
     return Trace(ranks, **ended)
 
 

@@ -77,7 +77,7 @@ class Log:
 
     def rank(self, number: int, status: int | None = 0, error: str | None = None) -> Rank:
         if status is not None:
-            self.write(End("crash" if error else "done", status, error))
+            self.write(End(status, error))
         return Rank(number, self.events, [], status)
 
 

@@ -93,7 +93,7 @@ def test_a_probe_that_fails_does_not_end_the_script(
         for (x,) in DataLoader(TensorDataset(torch.ones(3, 2)), 3):
             model(x).sum().backward()
         optimizer.step()
-        recorder.write(End("done", 0))
+        recorder.write(End(0))
     finally:
         patches.undo()
     trace = Trace(read_ranks(tmp_path, 1, [0]))

@@ -17,14 +17,14 @@ _PICTURES = 8
 """Further passes have a sentence only."""
 _LEAST = 0.2
 """Height of what would be too low to be seen."""
-_LEGEND = (
-    muted("Samples lie from left to right; the higher a cell, the more of its samples the rank was given.")
-    + legend([
+_CAPTION = muted("Samples lie from left to right; the higher a cell, the more of its samples the rank was given.")
+_LEGEND = legend(
+    [
         (box("given"), "given to the rank"),
         (box("several"), "not once: on several ranks, or again"),
         (box("unseen"), "on no rank"),
-    ])
-)  # fmt: skip
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def ledger(trace: Trace) -> str:
     if not passes:
         return section("samples", "Samples", muted("No sample came from a DataLoader, so the ledger is empty.", ""))
     figures = "".join(_figure(title, joint) for title, joint in passes[:_PICTURES])
-    return section("samples", "Samples", _LEGEND, f'<div class="passes">{figures}</div>', _further(passes[_PICTURES:]))
+    pictures = f'<div class="passes">{figures}</div>'
+    return section("samples", "Samples", _CAPTION, _LEGEND, pictures, _further(passes[_PICTURES:]))
 
 
 def _passes(trace: Trace) -> list[tuple[str, JointPass]]:
