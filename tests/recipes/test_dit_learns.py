@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from multi.test_launch import ROOT, environment
+from processes import ROOT, environment
 from torch import Tensor, nn
 
 from lockstep.distributed import World

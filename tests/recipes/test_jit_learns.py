@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multi.test_launch import ROOT
+from processes import ROOT
 
 from lockstep.distributed import World
 from lockstep.evaluate import generate

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from multi.test_launch import ROOT, environment
 from PIL import Image
+from processes import ROOT, environment
 
 from lockstep.distributed import World
 from lockstep.flags import parse

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from multi.test_launch import ROOT, environment
+from processes import ROOT, environment
 
 from lockstep import use
 from lockstep.distributed import World
