@@ -15,6 +15,7 @@ import gc
 import importlib
 import io
 import marshal
+import multiprocessing
 import os
 import runpy
 import selectors
@@ -28,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TextIO
 
 from shim import FORWARDED
 
@@ -217,11 +218,11 @@ def _parent_of(client: int, original: Callable[[], int]) -> Callable[[], int]:
 def _run_as_main(request: Request, site: list[str]) -> NoReturn:
     """Do what `python` does with its command line."""
     sys.executable, sys.orig_argv = request.executable, [request.executable, *request.words]
+    multiprocessing.set_executable(request.executable)
+    multiprocessing.process.ORIGINAL_DIR = request.cwd  # type: ignore[attr-defined]
     if request.unbuffered:
-        sys.stdout, sys.stderr = (
-            io.TextIOWrapper(io.FileIO(fd, "w"), write_through=True, errors=stream.errors, encoding=stream.encoding)
-            for fd, stream in ((1, sys.stdout), (2, sys.stderr))
-        )
+        sys.stdout = sys.__stdout__ = _unbuffered(sys.stdout)  # type: ignore[misc]
+        sys.stderr = sys.__stderr__ = _unbuffered(sys.stderr)  # type: ignore[misc]
     main = types.ModuleType("__main__")
     main.__builtins__ = builtins  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
@@ -233,6 +234,11 @@ def _run_as_main(request: Request, site: list[str]) -> NoReturn:
     paths = os.environ.get("PYTHONPATH", "")
     sys.path[:] = [first, *(paths.split(os.pathsep) if paths else []), *site]
     _end(_status(lambda: _execute(what, rest, main)))
+
+
+def _unbuffered(stream: TextIO) -> TextIO:
+    raw = io.FileIO(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, write_through=True)
 
 
 def _execute(what: str, rest: list[str], main: types.ModuleType) -> None:
@@ -267,6 +273,7 @@ def _end(status: int) -> NoReturn:
     """Exit without tearing down thousands of modules, which takes longer than most commands."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError, OSError):  # it is closed
+            stream.flush()
     os._exit(status & 0xFF)
