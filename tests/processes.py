@@ -1,4 +1,7 @@
-"""Commands for tests that start in no time: `environment()` has `python`, `torchrun` and `lockstep` of the zygote."""
+"""Commands for tests that start in no time: `environment()` has `python`, `torchrun` and `lockstep` of the zygote.
+
+LOCKSTEP_REAL=1 gives each process an interpreter of its own.
+"""
 
 import os
 import shutil
@@ -20,7 +23,7 @@ _SHIM += f"from shim import main\nmain({sys.executable!r})\n"
 @contextmanager
 def zygote() -> Iterator[None]:
     """A zygote for this process and those that it starts; it imports torch when it is first asked for a process."""
-    if _FOLDER in os.environ:  # in a process of pytest-xdist
+    if _FOLDER in os.environ or os.environ.get("LOCKSTEP_REAL") == "1":  # the former in a process of pytest-xdist
         yield
         return
     folder = Path(tempfile.mkdtemp(prefix="lockstep-zygote-"))
@@ -50,16 +53,20 @@ def environment(real: bool = False, **extra: str) -> dict[str, str]:
     """The variables of a command of a test. `real`: with an interpreter of its own, not one that the zygote forks."""
     left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONDONTWRITEBYTECODE")  # the last costs each process 0.3 s
     kept = {k: v for k, v in os.environ.items() if k not in left_out}
-    folders = [str(BIN), os.environ["PATH"]] if real else [str(shims()), str(BIN), os.environ["PATH"]]
-    path = {"PATH": os.pathsep.join(folders), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    folders = [BIN] if real else [shims(), BIN]
+    path = {
+        "PATH": os.pathsep.join([*map(str, folders), os.environ["PATH"]]),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    }
     return kept | path | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
 
 
 def shims() -> Path:
     """The folder with the commands of the zygote."""
-    return Path(os.environ[_FOLDER]) / "bin"
+    return Path(os.environ[_FOLDER]) / "bin" if _FOLDER in os.environ else BIN
 
 
 def process_of(client: int) -> int:
-    """The process id that a command of the zygote has, whose client has this one."""
-    return int((Path(os.environ[_FOLDER]) / "pids" / str(client)).read_text())
+    """The process id of a command of the zygote, whose client has this one; of another command its own."""
+    file = Path(os.environ.get(_FOLDER, "")) / "pids" / str(client)
+    return int(file.read_text()) if file.exists() else client

@@ -38,7 +38,10 @@ def main(python: str) -> None:
     for number in FORWARDED:
         if number not in ignored:
             signal.signal(number, lambda number, _: connection.send(bytes([number])))
-    _end_like(int.from_bytes(connection.recv(4), "big"))
+    answer = connection.recv(4)
+    if not answer:
+        sys.exit("the zygote has failed; what it said stands in the output of the tests")
+    _end_like(int.from_bytes(answer, "big"))
 
 
 def _inherited(fd: int) -> bool:

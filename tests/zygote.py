@@ -17,6 +17,7 @@ import io
 import marshal
 import multiprocessing
 import os
+import pkgutil
 import runpy
 import selectors
 import signal
@@ -34,11 +35,12 @@ from typing import NamedTuple, NoReturn, TextIO
 from shim import FORWARDED
 
 PRELOADED = (
-    "lockstep.cli", "lockstep.trainer", "lockstep.use", "lockstep.verify", "lockstep.audit.command",
-    *(f"lockstep.recipes.{name}" for name in ("dit", "jit", "scribble", "protein", "vision")),
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api",
-    "torch.utils.tensorboard", "wandb", "matplotlib.pyplot", "gemmi",
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api", "torch.utils.tensorboard",
+    "wandb", "matplotlib.pyplot", "gemmi",
 )  # fmt: skip
+"""Beside all of Lockstep."""
+SCRIPTS = ("lockstep.__main__", "lockstep.audit.call")
+"""Modules for `python -m`, which complains of those that are loaded already."""
 _DEATH_OF_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 _FREE = 500
@@ -68,12 +70,14 @@ class Child:
     pid: int
     pidfd: int
     connection: socket.socket
+    file: Path
+    """Holds the process id, for tests; see `processes.process_of`."""
 
 
 def serve(folder: Path, listener: int) -> None:
     """Fork a process for each request until standard input ends."""
     site = sys.path[1 + os.environ["PYTHONPATH"].count(os.pathsep) + 1 :]
-    asked = Zygote(socket.socket(fileno=listener)).wait()
+    asked = Zygote(folder / "pids", socket.socket(fileno=listener)).wait()
     if asked is not None:
         request, files = asked
         _detach(request, files, folder)
@@ -83,8 +87,9 @@ def serve(folder: Path, listener: int) -> None:
 class Zygote:
     """The server. It has one thread, so that no process is forked with a lock that another thread holds."""
 
-    def __init__(self, listener: socket.socket):
-        self.selector, self.listener, self.prepared = selectors.DefaultSelector(), listener, False
+    def __init__(self, pids: Path, listener: socket.socket):
+        self.pids, self.listener, self.prepared = pids, listener, False
+        self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.selector.register(sys.stdin, selectors.EVENT_READ)
 
@@ -109,22 +114,25 @@ class Zygote:
             self._prepare()
         connection, _ = self.listener.accept()
         size, files, _, _ = socket.recv_fds(connection, 4, 250)
-        body = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+        request = Request(*marshal.loads(connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)))
         pid = os.fork()
         if pid == 0:
             self._close()
             connection.close()
-            return Request(*marshal.loads(body)), files
+            return request, files
         for file in files:
             os.close(file)
-        child = Child(pid, os.pidfd_open(pid), connection)
+        child = Child(pid, os.pidfd_open(pid), connection, self.pids / str(request.client))
         self.selector.register(child.connection, selectors.EVENT_READ, child)
         self.selector.register(child.pidfd, selectors.EVENT_READ, child)
         return None
 
     def _prepare(self) -> None:
-        for name in PRELOADED:
-            importlib.import_module(name)
+        package = importlib.import_module("lockstep").__path__
+        modules = [module.name for module in pkgutil.walk_packages(package, "lockstep.")]
+        for name in (*PRELOADED, *modules):
+            if name not in SCRIPTS:
+                importlib.import_module(name)
         assert len([*Path("/proc/self/task").iterdir()]) == 1, "an import has started a thread"
         gc.collect()
         gc.freeze()  # so that the collector of a forked process does not write to, and so copy, all of this memory
@@ -156,6 +164,7 @@ class Zygote:
 
     def _reap(self, child: Child) -> None:
         _, status = os.waitpid(child.pid, 0)
+        child.file.unlink(missing_ok=True)
         self.selector.unregister(child.pidfd)
         os.close(child.pidfd)
         with suppress(KeyError):  # the client was killed
@@ -247,8 +256,9 @@ def _execute(what: str, rest: list[str], main: types.ModuleType) -> None:
     elif what == "-c":
         exec(rest[0], vars(main))
     else:
-        vars(main).update(__file__=what, __cached__=None, __loader__=SourceFileLoader("__main__", what))
-        exec(compile(Path(what).read_bytes(), what, "exec"), vars(main))
+        file = os.path.abspath(what)  # noqa: PTH100, no link is followed
+        vars(main).update(__file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
+        exec(compile(Path(file).read_bytes(), file, "exec"), vars(main))
 
 
 def _status(code: Callable[[], None]) -> int:
@@ -264,6 +274,7 @@ def _status(code: Callable[[], None]) -> int:
         for _ in range(3):  # without the functions of this file
             behind = behind and behind.tb_next
         sys.excepthook(type(error), error.with_traceback(behind), behind)
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     else:
         return 0
     return 1

@@ -44,7 +44,7 @@ def found(script: Path, device: str = "cpu") -> list[str]:
 def audited(words: list[str], folder: str, device: str = "cpu", patience: float = 30, **variables: str) -> list[str]:
     """The names of what the audit finds in a script that runs in `folder`."""
     flags = ["--steps", "0", "--patience", str(patience), "--device", device, "--json", "audit.json"]
-    there = environment(WANDB_MODE="offline", **variables)
+    there = environment(device == "cuda", WANDB_MODE="offline", **variables)  # the zygote is prepared for CPUs only
     if device == "cuda":
         del there["CUDA_VISIBLE_DEVICES"]
     with suppress(subprocess.TimeoutExpired):
