@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ COMMANDS = {
     "signals": ["python", "-c", "import signal; print([signal.getsignal(number) for number in (2, 13, 15)])"],
     "version": ["python", "--version"],
     "processes": ["python", "spawns.py"],
+    "ignored signal": ["bash", "-c", "trap '' TERM; python -c 'import signal; print(signal.getsignal(15))'"],
     "shell": ["bash", "-c", "python -c 'print(1)' | python -c 'print(input() * 2)' && exec python -c 'exit(4)'"],
 }  # fmt: skip
 SPAWNS = """
@@ -92,17 +95,19 @@ signal.pause()
 """
 
 
-def waiting() -> tuple[subprocess.Popen[str], int]:
+def waiting(before: Callable[[], object] | None = None) -> tuple[subprocess.Popen[str], int]:
     """A process, and its own id."""
-    process = subprocess.Popen(["python", "-c", WAITS], env=environment(), stdout=subprocess.PIPE, text=True)
+    command = ["python", "-c", WAITS]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=before)
     assert process.stdout is not None
     pid, parent = map(int, process.stdout.readline().split())
     assert (pid, parent) == (process_of(process.pid), os.getpid())
     return process, pid
 
 
-def test_a_signal_reaches_the_process() -> None:
-    process, _ = waiting()
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_signal_reaches_the_process(before: signal.Handlers) -> None:
+    process, _ = waiting(partial(signal.signal, signal.SIGTERM, before))
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60)[0] == "SIGTERM\n" and process.returncode == 9
 
