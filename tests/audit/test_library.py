@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from multi.ranks import Ranks
+from processes import environment, shims
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -195,7 +196,7 @@ def test_a_loader_without_workers_leaves_the_start_method_open() -> None:
     code = "import torch; from torch.utils.data import DataLoader; from lockstep.audit import watch\n"
     code += "with watch(raises=False):\n    list(DataLoader([1, 2]))\n"
     code += "    torch.multiprocessing.set_start_method('spawn')"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run(["python", "-c", code], env=environment(), check=False).returncode == 0
 
 
 def sharded(world: World, folder: Path) -> list[tuple[str, bool]]:
@@ -235,7 +236,8 @@ def unsound() -> None:
 
 
 @pytest.mark.slow
-def test_one_line_in_a_test_proves_a_training_function() -> None:
+def test_one_line_in_a_test_proves_a_training_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(shims() / "python"))
     assert_in_lockstep(sound, nproc=2)
     with pytest.raises(AssertionError, match="unsynchronised"):
         assert_in_lockstep(unsound, nproc=2)
