@@ -10,19 +10,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lockstep.run import settle
+from engine import trainer_for
 from processes import ROOT
 
 from lockstep.distributed import World
 from lockstep.flags import parse
-from lockstep.recipe import find
-from lockstep.trainer import Trainer
+from lockstep.registry import find
 
 
 def fit(recipe: str, folder: Path, *flags: str) -> None:
     """Train on the CPU, in this process."""
     request = parse(find(recipe), ["--device", "cpu", "--no_tensorboard", "--out", str(folder), *flags], "test")
-    Trainer(request, World(), settle(request, World())).fit()
+    trainer_for(request, World()).fit()
 
 
 def logged(folder: Path, name: str = "loss") -> list[float]:
