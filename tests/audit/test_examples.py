@@ -7,7 +7,7 @@ import pytest
 from processes import ROOT
 
 from audit.zoo import audited
-from lockstep import use
+from lockstep.commands import data as data_command
 
 EXAMPLES = {
     "dit": ([], "train.py --num_register_tokens 4"),
@@ -25,7 +25,7 @@ def audit_of_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     folder = shutil.copytree(ROOT / "examples" / name, tmp_path / name, ignore=ignored)
     monkeypatch.chdir(folder)
     if data:
-        use.data(data)
+        data_command.run(data)
     return audited(command.split(), str(folder), device, LOCKSTEP_SMOKE="2")
 
 

@@ -162,7 +162,8 @@ def test_resume_reads_no_data_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     saved = checkpoint.load(end_of(tmp_path / "run", 4))
     later = checkpoint.Checkpoints(tmp_path / "far/checkpoints")
     ledger = {"complete": 0, "books": {}}
-    later.save(10_000_000, saved.tensors, {**saved.state, "step": 10_000_000, "ledger": ledger})
+    progress = {**saved.state["progress"], "step": 10_000_000}
+    later.save(10_000_000, saved.tensors, {**saved.state, "progress": progress, "ledger": ledger})
     later.wait()
     read: list[int] = []
     original = tiny.Points.__getitem__
