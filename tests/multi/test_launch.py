@@ -151,6 +151,29 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, nproc: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_closed_terminal_saves_like_sigterm(folder: Path, nproc: str, name: str) -> None:
+    flags = ["--n_steps", "1000000", "--save_every", "0", "--log_every", "5", "--nproc", nproc]
+    process = started(["lockstep", "train", TINY, *flags, "--out", "here"], folder, real=True)
+    wait_for(process, "step 10/")
+    process.send_signal(getattr(signal, name))
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert f"stopped by {name}" in rest and "Traceback" not in errors, errors
+    assert any((folder / "here/checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(folder: Path, nproc: str) -> None:
+    flags = f"--n_steps 40 --log_every 1 --save_every 0 --nproc {nproc} --out here"
+    done = run(["bash", "-o", "pipefail", "-c", f"lockstep train {TINY} {flags} | head -n 1"], folder)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and (folder / "here/model.pth").exists()
+    assert len((folder / "here/metrics.jsonl").read_text().splitlines()) >= 40
+    assert "the console is off" in (folder / "here/log.txt").read_text()
+
+
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_a_signal_to_the_whole_group_leaves_the_loaders_processes_alone(folder: Path, nproc: str) -> None:
     flags = ["--nproc", nproc, "--num_workers", "1", "--n_steps", "1000000", "--out", "here"]
