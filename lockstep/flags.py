@@ -202,6 +202,8 @@ def _from_mapping(mapping: Mapping[str, Any], known: Known, source: str) -> list
                 raise ValueError(f"{source}: {key} is true or false, not {value!r}")
             flags.append((name, [f"--{name}" if yes[str(value).lower()] else f"--no_{name}"]))
         elif isinstance(value, list | tuple):
+            if any(isinstance(element, list | tuple | Mapping) for element in value):  # or an alias bomb, spelt out
+                raise ValueError(f"{source}: {key} is a list of single values, not of lists")
             flags.append((name, [f"--{name}", *map(str, value)]))
         elif isinstance(value, Mapping):
             raise ValueError(f"{source}: {key} is one value, not a group of settings")

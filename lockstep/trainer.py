@@ -328,7 +328,7 @@ class Trainer:
             return
         batching = self.setup.batching
         facts = {"global_batch": batching.global_batch, "world": self.world.size, "dataset": batching.dataset}
-        state = {"step": self.progress.step, **facts, "seed": self.config.data.seed, **numbers}
+        state = {**facts, "seed": self.config.data.seed, **numbers}
         pause = self.checkpoints.save(self.progress.step, tensors, state, best=is_best, final=final)
         self.trackers.log(self.progress.step, {"checkpoint_pause_seconds": pause})
 

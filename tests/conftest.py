@@ -2,11 +2,19 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
+from processes import zygote
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    stack = ExitStack()
+    stack.enter_context(zygote())
+    config.add_cleanup(stack.close)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

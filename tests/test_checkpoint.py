@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,14 +157,15 @@ class Gate:
     """Holds the writer until told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.open = threading.Event()
+        self.open, self.entered = threading.Event(), threading.Event()
         self.inside = self.most = 0
         fill = checkpoint._fill
 
         def gated(*arguments: Any) -> None:
             self.inside += 1
             self.most = max(self.most, self.inside)
-            assert self.open.wait(60)
+            self.entered.set()
+            assert threading.current_thread() is not threading.main_thread() and self.open.wait(60)
             fill(*arguments)
             self.inside -= 1
 
@@ -173,10 +175,14 @@ class Gate:
 def test_save_returns_before_the_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    assert checkpoints.save(1, content(1), {"step": 1}) >= 0
+    begun = time.perf_counter()
+    pause = checkpoints.save(1, content(1), {"step": 1})
+    assert 0 < pause <= time.perf_counter() - begun
+    assert gate.entered.wait(60) and gate.inside == 1  # it is being written
     assert newest(tmp_path / "checkpoints", silent) is None
     gate.open.set()
     checkpoints.wait()
+    assert gate.most == 1
     check(newest(tmp_path / "checkpoints", silent), 1)
 
 
@@ -200,7 +206,7 @@ def test_one_write_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     checkpoints = Checkpoints(tmp_path, keep=20)
     pauses = [checkpoints.save(step, content(step), {"step": step}) for step in range(8)]
     checkpoints.wait()
-    assert gate.most == 1 and all(pause >= 0 for pause in pauses)
+    assert gate.most == 1 and all(pause > 0 for pause in pauses)
     assert len(steps(tmp_path)) == 8
 
 

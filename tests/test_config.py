@@ -159,6 +159,17 @@ def test_a_resumed_run_keeps_its_global_batch() -> None:
         plan(request("--global_batch_size", "32"), 997, 2, 64)
 
 
+def test_a_bomb_of_yaml_aliases_is_refused_at_once(tmp_path: Path) -> None:
+    lines = ["ema_decay: &a0 [0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]"]
+    lines += [f"x{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+    for last in ("ema_decay: *a29", "seed: *a29"):
+        with pytest.raises(ValueError, match=r"no setting 'x1'|list of single values|single values"):
+            request("--config", file(tmp_path, "\n".join([*lines, last])))
+    bomb = "ema_decay: [&a [0.5, 0.5], *a]"
+    with pytest.raises(ValueError, match="ema_decay is a list of single values"):
+        request("--config", file(tmp_path, bomb))
+
+
 def test_smoke_caps_steps_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_SMOKE", "3")
     got = request("--n_steps", "100", "--global_batch_size", "512")

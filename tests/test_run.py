@@ -158,6 +158,19 @@ def test_smoke_is_on_the_receipt(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "LOCKSTEP_SMOKE=2" in capsys.readouterr().out
 
 
+def test_a_damaged_receipt_of_another_run_stands_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TORCHELASTIC_RUN_ID", "x")
+    for content in ("", "{", "[]", "null"):
+        Path("runs/tiny/old").mkdir(parents=True, exist_ok=True)
+        Path("runs/tiny/old/receipt.json").write_text(content)
+        assert run_dir().resume_from is None
+
+
+def test_a_folder_named_like_markup_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    train(World(), "Tiny", ["--n_steps", "1", "--out", "m[/b]x"])
+    assert "m[/b]x" in capsys.readouterr().out and Path("m[/b]x/model.pth").exists()
+
+
 def test_a_start_that_failed_leaves_nothing_in_the_way() -> None:
     run_dir("--out", "here")  # and then the data are not there, say
     assert run_dir("--out", "here").resume_from is None

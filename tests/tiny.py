@@ -1,6 +1,7 @@
 """Recipes small enough to train in a blink, for the engine's tests."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import Augments, Generates, Loss, Recipe, Rng, Scores, SeveralTerms
+
+
+@cache
+def _points(size: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All points at once, once in a process: drawn one by one they would take longer than the training."""
+    number = torch.arange(size)
+    rng = Rng.of(77, torch.zeros_like(number), number)
+    x = rng.normal("x", 6, dtype=dtype)
+    y = torch.stack([x[:, :3].sum(1), x[:, 3:].prod(1), x[:, 0] * x[:, 1], x[:, 2].sin()], 1)
+    known = torch.stack([rng.bernoulli("known", 0.1 + 0.8 * k / 7, 4) for k in range(7)])
+    return {"x": x, "y": y, "known": known[number % 7, number]}
 
 
 class Points:
@@ -21,10 +33,7 @@ class Points:
         return self.size
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        rng = Rng.of(77, torch.zeros(1, dtype=torch.int64), torch.tensor([i]))
-        x = rng.normal("x", 6)[0]
-        known = rng.bernoulli("known", 0.1 + 0.8 * (i % 7) / 7, 4)[0]
-        return {"x": x, "y": torch.stack([x[:3].sum(), x[3:].prod(), x[0] * x[1], x[2].sin()]), "known": known}
+        return {name: values[i] for name, values in _points(self.size, torch.get_default_dtype()).items()}
 
 
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from multi.test_launch import environment
+from processes import environment
 
 from lockstep.audit import command
 
@@ -207,7 +207,7 @@ def test_who_ends_the_audit_ends_its_ranks(tmp_path: Path, number: int, status: 
     (tmp_path / "train.py").write_text("import time, os\nopen(f'{os.getpid()}.pid', 'w')\ntime.sleep(600)\n")
     hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which is ignored if the tests run in the background
     words = ["lockstep", "audit", "--", "train.py"]
-    process = subprocess.Popen(words, cwd=tmp_path, env=environment(), preexec_fn=hear)
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment(real=True), preexec_fn=hear)
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
         threading.Event().wait(0.05)

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from multi.test_launch import ROOT
+from processes import ROOT
 
 from audit.zoo import audited
 from lockstep.commands import data

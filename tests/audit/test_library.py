@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from multi.ranks import Ranks
+from processes import environment, shims
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -197,7 +198,7 @@ def test_a_loader_without_workers_leaves_the_start_method_open() -> None:
     code = "import torch; from torch.utils.data import DataLoader; from lockstep.audit import watch\n"
     code += "with watch(raises=False):\n    list(DataLoader([1, 2]))\n"
     code += "    torch.multiprocessing.set_start_method('spawn')"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run(["python", "-c", code], env=environment(), check=False).returncode == 0
 
 
 def sharded(world: World, folder: Path) -> list[tuple[bool, bool]]:
@@ -238,7 +239,8 @@ def buggy() -> None:
 
 
 @pytest.mark.slow
-def test_assert_in_lockstep_fails_for_a_buggy_function_only() -> None:
+def test_assert_in_lockstep_fails_for_a_buggy_function_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(shims() / "python"))
     assert_in_lockstep(correct, nproc=2)
     with pytest.raises(AssertionError, match="unsynchronised"):
         assert_in_lockstep(buggy, nproc=2)

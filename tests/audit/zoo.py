@@ -5,19 +5,18 @@
 """
 
 import argparse
-import multiprocessing
-import os
+import json
 import re
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from processes import SERVER
+from processes import environment, zygote
 
 ZOO = Path(__file__).parent / "zoo"
 _LONGEST = 500
@@ -44,30 +43,19 @@ def found(script: Path, device: str = "cpu") -> list[str]:
 
 def audited(words: list[str], folder: str, device: str = "cpu", patience: float = 30, **variables: str) -> list[str]:
     """The names of what the audit finds in a script that runs in `folder`."""
-    mine, theirs = SERVER.Pipe(duplex=False)
-    process = SERVER.Process(target=_audit, args=(words, folder, device, patience, variables, theirs))
-    process.start()
-    theirs.close()
-    try:
-        return mine.recv() if mine.poll(_LONGEST) else ["(no answer in time)"]
-    except EOFError:
-        return ["(the audit itself failed)"]
-    finally:
-        process.kill()
-        process.join()
-
-
-def _audit(
-    words: list[str], folder: str, device: Any, patience: float, variables: dict[str, str], answer: Connection
-) -> None:
-    os.chdir(folder)
-    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
-    os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline", **variables)
-    from lockstep.audit.command import Audit, examine
-
-    verdict = examine(words, Audit(steps=0, patience=patience, device=device))
-    steps = [len(rank.steps) for rank in verdict.trace.ranks]
-    answer.send([f.kind.name for f in verdict.findings] if any(steps) or verdict.findings else ["(no steps)"])
+    flags = ["--steps", "0", "--patience", str(patience), "--device", device, "--json", "audit.json"]
+    there = environment(device == "cuda", WANDB_MODE="offline", **variables)  # the zygote is prepared for CPUs only
+    if device == "cuda":
+        del there["CUDA_VISIBLE_DEVICES"]
+    with suppress(subprocess.TimeoutExpired):
+        command = ["lockstep", "audit", *flags, "--", *words]
+        done = subprocess.run(command, cwd=folder, env=there, capture_output=True, timeout=_LONGEST, check=False)
+        if done.returncode not in (0, 1):
+            return ["(the audit itself failed)"]
+        verdict = json.loads((Path(folder) / "audit.json").read_text())
+        names = [finding["name"] for finding in verdict["findings"]]
+        return names if names or any(rank["steps"] for rank in verdict["ranks"]) else ["(no steps)"]
+    return ["(no answer in time)"]
 
 
 def main() -> int:
@@ -77,7 +65,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="scripts at a time")
     asked = parser.parse_args()
     chosen = [s for s in SCRIPTS if not asked.words or any(w in str(s) for w in asked.words)]
-    with ThreadPoolExecutor(asked.jobs) as pool:
+    with zygote(), ThreadPoolExecutor(asked.jobs) as pool:
         results = dict(zip(chosen, pool.map(partial(found, device=asked.device), chosen), strict=True))
     detected = missed = silent = alarms = 0
     for script, names in results.items():

@@ -6,30 +6,31 @@ ranks(3)(work, 7) -> [result of rank 0, of rank 1, of rank 2]
 
 import gc
 import importlib
-import os
-import sys
+import multiprocessing
+import subprocess
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from processes import SERVER
+from processes import environment
 
 from lockstep.audit.launcher import free_port
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
-    os.environ.update(environment)  # what it was forked from has that of its own start
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+def serve(address: str, key: str) -> None:
+    """Be a rank: do what comes over the connection, one task after the other."""
+    multiprocessing.current_process().authkey = bytes.fromhex(key)  # with which tensors are sent
     import torch
 
     from lockstep.distributed import connect, disconnect
 
-    torch.set_num_threads(1)
     world = connect("cpu", timeout=120)
+    pipe = Client(address)
+    pipe.send(world.rank)
     while (task := pipe.recv()) is not None:
         module, name, arguments = task
         dtype, state = torch.get_default_dtype(), torch.get_rng_state()
@@ -47,18 +48,20 @@ class Ranks:
     """A world of processes that wait for work."""
 
     def __init__(self, size: int):
-        self.size, port = size, free_port()
+        self.size, port = size, str(free_port())
         self.whole = True
         """Until a test fails on it: what its ranks then have sent and not received would be in the way of the next."""
-        sys.path.insert(0, str(Path(__file__).parents[1]))
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = SERVER.Pipe()
-            process = SERVER.Process(target=_serve, args=(rank, size, port, theirs, dict(os.environ)), daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        group = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with tempfile.TemporaryDirectory() as folder, Listener(str(Path(folder) / "socket")) as listener:
+            key = multiprocessing.current_process().authkey.hex()
+            code = f"from multi.ranks import serve; serve({listener.address!r}, {key!r})"
+            self.processes = [
+                subprocess.Popen(["python", "-c", code], env=environment(RANK=str(r), LOCAL_RANK=str(r), **group))
+                for r in range(size)
+            ]
+            accepted = [listener.accept() for _ in range(size)]
+        pipes = {pipe.recv(): pipe for pipe in accepted}
+        self.pipes: list[Connection] = [pipes[rank] for rank in range(size)]
 
     def __call__(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         for pipe in self.pipes:
@@ -75,6 +78,6 @@ class Ranks:
             with suppress(OSError):  # it has ended
                 pipe.send(None)
         for process in self.processes:
-            process.join(20 if self.whole else 0)
-            if process.is_alive():
-                process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20 if self.whole else 0)
+            process.kill()

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from engine import lines, train
+from processes import environment, process_of
 
 from lockstep import checkpoint
 from lockstep.distributed import World
-from multi.test_launch import environment, free_port
+from multi.ranks import free_port
 from multi.test_resume import ranks_of
 
 FLAGS = ["--size", "331", "--global_batch_size", "24", "--precision", "fp64", "--log_every", "10", "--save_every", "10"]
@@ -41,7 +42,6 @@ def node(folder: Path, port: int) -> subprocess.Popen[bytes]:
         env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdout=(folder / "nodes.log").open("ab"),
         stderr=subprocess.STDOUT,
-        start_new_session=True,
     )
 
 
@@ -78,14 +78,15 @@ def test_a_node_joins_and_is_lost_and_the_run_ends_as_if_nothing_had_been(tmp_pa
         assert world() == "2"
         second = node(tmp_path, port)
         until(lambda: world() == "4" and "  loss " in log.read_text().partition("× 4 world")[2], first)
-        for lost in (*ranks_of(second), second.pid):  # as when a machine goes dark
+        agent = process_of(second.pid)
+        for lost in (*ranks_of(agent), agent):  # as when a machine goes dark
             os.kill(lost, signal.SIGKILL)
         until(lambda: world() == "2", first)
         assert first.wait(120) == 0, log.read_text()
     finally:
-        for agent in (first, second):
-            if agent and agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
+        for started in (first, second):
+            if started and started.poll() is None:
+                started.kill()
     (folder,) = runs.iterdir()
     assert "resumes" in json.loads((folder / "receipt.json").read_text())
     end = checkpoint.load(folder / "checkpoints" / f"step-{STEPS:08d}")

@@ -6,28 +6,19 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import tiny
+from processes import environment
 
 from multi.ranks import free_port
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 TINY = f"{tiny.__file__}:Tiny"
 SCRIPT = "from tiny import Tiny\n\nfrom lockstep import train\n\nif __name__ == '__main__':\n    train(Tiny)\n"
-
-
-def environment(**extra: str) -> dict[str, str]:
-    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONDONTWRITEBYTECODE")  # the last costs each process 0.3 s
-    kept = {k: v for k, v in os.environ.items() if k not in left_out}
-    path = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
-    return kept | path | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
 
 
 def run(command: list[str], folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -118,9 +109,9 @@ def test_distributed_without_the_environment_runs_alone_and_says_so(folder: Path
     assert "there is one process; start it with torchrun or --nproc" in " ".join(done.stdout.split())
 
 
-def started(command: list[str], folder: Path, **extra: str) -> subprocess.Popen[str]:
+def started(command: list[str], folder: Path, real: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=folder, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=folder, env=environment(real), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -160,11 +151,34 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, nproc: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_closed_terminal_saves_like_sigterm(folder: Path, nproc: str, name: str) -> None:
+    flags = ["--n_steps", "1000000", "--save_every", "0", "--log_every", "5", "--nproc", nproc]
+    process = started(["lockstep", "train", TINY, *flags, "--out", "here"], folder, real=True)
+    wait_for(process, "step 10/")
+    process.send_signal(getattr(signal, name))
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert f"stopped by {name}" in rest and "Traceback" not in errors, errors
+    assert any((folder / "here/checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(folder: Path, nproc: str) -> None:
+    flags = f"--n_steps 40 --log_every 1 --save_every 0 --nproc {nproc} --out here"
+    done = run(["bash", "-o", "pipefail", "-c", f"lockstep train {TINY} {flags} | head -n 1"], folder)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and (folder / "here/model.pth").exists()
+    assert len((folder / "here/metrics.jsonl").read_text().splitlines()) >= 40
+    assert "the console is off" in (folder / "here/log.txt").read_text()
+
+
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_a_signal_to_the_whole_group_leaves_the_loaders_processes_alone(folder: Path, nproc: str) -> None:
     flags = ["--nproc", nproc, "--num_workers", "1", "--n_steps", "1000000", "--out", "here"]
     process = subprocess.Popen(
-        ["lockstep", "train", TINY, *flags], cwd=folder, env=environment(), text=True, start_new_session=True,
+        ["lockstep", "train", TINY, *flags], cwd=folder, env=environment(real=True), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     wait_for(process, "step 10/")
@@ -177,8 +191,8 @@ def test_a_signal_to_the_whole_group_leaves_the_loaders_processes_alone(folder: 
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_with_one_message_and_no_strays(folder: Path) -> None:
-    out = str(folder / "here")
-    process = started(["lockstep", "train", TINY, "--nproc", "2", "--n_steps", "1000000", "--out", out], folder)
+    command = ["lockstep", "train", TINY, "--nproc", "2", "--n_steps", "1000000", "--out", str(folder / "here")]
+    process = started(command, folder, real=True)
     wait_for(process, "step 10/")
     children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     victim = next(c for c in children if b"RANK=1" in Path(f"/proc/{c}/environ").read_bytes().split(b"\0"))

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from processes import ROOT
 
-from multi.test_launch import ROOT, run
+from multi.test_launch import run
 
 pytestmark = pytest.mark.slow
 

@@ -4,20 +4,19 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
 import torch
 from engine import lines, train
+from processes import environment, process_of
 
 from lockstep import checkpoint
 from lockstep.distributed import World
-from multi.test_launch import TINY, environment, run, started, wait_for
+from multi.test_launch import TINY, run, started, wait_for
 
 LONG = ["--size", "331", "--global_batch_size", "24", "--ema_decay", "0.99", "--schedule", "cosine", "--log_every", "7"]
 
@@ -32,8 +31,9 @@ def assert_same_end(a: Path, b: Path, steps: int) -> None:
         assert (end_of(a, steps) / file).read_bytes() == (end_of(b, steps) / file).read_bytes(), file
 
 
-def ranks_of(process: subprocess.Popen[Any]) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+def ranks_of(launcher: int) -> list[int]:
+    """The process ids of the ranks that a process has started by commands of the zygote."""
+    return [process_of(int(p)) for p in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
 @pytest.mark.slow
@@ -54,8 +54,9 @@ def test_killed_at_random_moments_and_resumed_it_ends_the_same(tmp_path: Path) -
         if process.poll() is not None:
             break
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            victims = ranks_of(process)
-            for victim in victims[:1] if attempt % 2 else [*victims, process.pid]:
+            launcher = process_of(process.pid)
+            victims = ranks_of(launcher)
+            for victim in victims[:1] if attempt % 2 else [*victims, launcher]:
                 os.kill(victim, signal.SIGKILL)
             killed += 1
         process.communicate(timeout=60)
@@ -108,7 +109,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> 
     assert run(["lockstep", "train", TINY, *flags, "--out", "whole"], tmp_path).returncode == 0
     process = started(["lockstep", "train", TINY, *flags, "--out", "parts", "--max_restarts", "3"], tmp_path)
     wait_for(process, "step 35/")
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    os.kill(ranks_of(process_of(process.pid))[1], signal.SIGKILL)
     rest, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "were restarted" in rest and "resumes" in rest
@@ -124,7 +125,7 @@ def test_torchrun_restarts_find_their_run_without_being_told(tmp_path: Path) -> 
     command = ["torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=3", "train.py", *flags]
     process = started(command, tmp_path)
     wait_for(process, "step 35/")
-    os.kill(ranks_of(process)[0], signal.SIGKILL)
+    os.kill(ranks_of(process_of(process.pid))[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     (folder,) = (tmp_path / "runs/tiny").iterdir()
@@ -147,7 +148,8 @@ def test_a_schedulers_signal_saves_and_asks_for_a_requeue(tmp_path: Path, kind: 
 
 @pytest.mark.slow
 def test_ranks_whose_launcher_was_killed_end(tmp_path: Path) -> None:
-    process = started(["lockstep", "train", TINY, "--n_steps", "1000000", "--nproc", "2", "--out", "here"], tmp_path)
+    command = ["lockstep", "train", TINY, "--n_steps", "1000000", "--nproc", "2", "--out", "here"]
+    process = started(command, tmp_path, real=True)
     wait_for(process, "step 10/")
     process.kill()
     process.communicate(timeout=60)  # the ranks hold the pipe: it closes with the last of them
@@ -160,7 +162,8 @@ def test_resume_reads_no_data_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     saved = checkpoint.load(end_of(tmp_path / "run", 4))
     later = checkpoint.Checkpoints(tmp_path / "far/checkpoints")
     ledger = {"complete": 0, "books": {}}
-    later.save(10_000_000, saved.tensors, {**saved.state, "step": 10_000_000, "ledger": ledger})
+    progress = {**saved.state["progress"], "step": 10_000_000}
+    later.save(10_000_000, saved.tensors, {**saved.state, "progress": progress, "ledger": ledger})
     later.wait()
     read: list[int] = []
     original = tiny.Points.__getitem__

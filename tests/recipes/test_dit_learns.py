@@ -1,6 +1,5 @@
 """The recipe as users run it: golden losses, and the job of `make train` from start to samples."""
 
-import json
 import os
 import re
 from contextlib import nullcontext
@@ -9,34 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from engine import trainer_for
-from multi.test_launch import ROOT, environment
+from processes import ROOT, environment
 from torch import Tensor, nn
 
 from lockstep.commands.trained import UseFlags, open_run
 from lockstep.distributed import World
-from lockstep.flags import parse
 from lockstep.recipes.shapes import Shapes
-from lockstep.registry import find
-
-GOLDEN = ROOT / "tests/golden/dit.json"
-
-
-def losses(folder: Path) -> list[float]:
-    return [x["loss"] for x in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in x]
+from recipes.golden import fit, golden, logged
 
 
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
-    """`PYTHONPATH=tests python tests/recipes/test_dit_learns.py` writes them anew, where a change was meant."""
-    assert ten_steps(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
+    assert ten_steps(tmp_path / "run") == pytest.approx(golden("dit"), rel=1e-5)
 
 
 def ten_steps(folder: Path) -> list[float]:
     flags = ["--model", "DiT-Nano/4", "--batch_size", "8", "--num_register_tokens", "2", "--n_steps", "10"]
-    flags += ["--device", "cpu", "--log_every", "1", "--lr", "1e-3", "--no_tensorboard", "--sample_per_class", "1"]
-    request = parse(find("dit"), [*flags, "--sample_steps", "2", "--out", str(folder)], "test")
-    trainer_for(request, World()).fit()
-    return losses(folder)
+    flags += ["--log_every", "1", "--lr", "1e-3", "--sample_per_class", "1", "--sample_steps", "2"]
+    fit("dit", folder, *flags)
+    return logged(folder)
 
 
 def classifier(side: int) -> nn.Module:
@@ -80,7 +69,7 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
     assert done.returncode == 0, done.stderr
     for name in ("model.pth", "model.safetensors"):
         assert str(out / name) in done.stdout and (out / name).exists()
-    curve = losses(out)
+    curve = logged(out)
     assert curve[-1] < curve[0] / 2, (curve[0], curve[-1])  # the first logged value is that of step 10
     grid = next(line for line in done.stdout.splitlines() if line.endswith("-ema.png"))
     assert Path(grid).exists()
@@ -95,10 +84,3 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
         assert samples is not None
         told = network(samples[:, -1]).argmax(1) == torch.arange(100) % 10
     assert told.double().mean() > (0.8 if whole else 0.5), told.double().mean()
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as made:
-        GOLDEN.write_text(json.dumps(ten_steps(Path(made) / "run"), indent=2) + "\n")

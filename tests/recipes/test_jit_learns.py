@@ -1,40 +1,27 @@
 """The recipe `jit` as users run it: golden losses, and the laptop's run, shortened, with samples that are judged."""
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from engine import trainer_for
-from multi.test_launch import ROOT
 
 from lockstep.commands.trained import UseFlags, open_run
 from lockstep.distributed import World
-from lockstep.flags import parse
 from lockstep.recipes.shapes import Shapes
-from lockstep.registry import find
-from recipes.test_dit_learns import batch, classifier, losses
-
-GOLDEN = ROOT / "tests/golden/jit.json"
-
-
-def fit(folder: Path, *flags: str) -> None:
-    words = ["--device", "cpu", "--no_tensorboard", "--out", str(folder), *flags]
-    request = parse(find("jit"), words, "test")
-    trainer_for(request, World()).fit()
+from recipes.golden import fit, golden, logged
+from recipes.test_dit_learns import batch, classifier
 
 
 def ten_steps(folder: Path) -> list[float]:
     flags = ["--model", "JiT-Nano/8", "--img_size", "32", "--class_tokens", "4", "--batch_size", "8", "--n_steps", "10"]
     flags += ["--lr", "1e-3", "--warmup_epochs", "0", "--log_every", "1", "--sample_per_class", "1"]
-    fit(folder, *flags, "--sample_steps", "2", "--sample_cfg", "2.0")
-    return losses(folder)
+    fit("jit", folder, *flags, "--sample_steps", "2", "--sample_cfg", "2.0")
+    return logged(folder)
 
 
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
-    """`PYTHONPATH=tests python tests/recipes/test_jit_learns.py` writes them anew, where a change was meant."""
-    assert ten_steps(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
+    assert ten_steps(tmp_path / "run") == pytest.approx(golden("jit"), rel=1e-5)
     exported = {p.name for p in (tmp_path / "run").glob("*.safetensors")}
     assert exported == {"model.safetensors", "model_ema.safetensors", "model_ema-0.9996.safetensors"}
 
@@ -43,20 +30,9 @@ def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_the_laptops_run_learns_and_its_samples_are_what_they_should_be(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    fit(
-        out,
-        "--preset",
-        "laptop",
-        "--n_steps",
-        "400",
-        "--eval_every",
-        "0",
-        "--save_every",
-        "0",
-        "--sample_per_class",
-        "1",
-    )
-    curve = losses(out)
+    flags = ["--n_steps", "400", "--eval_every", "0", "--save_every", "0", "--sample_per_class", "1"]
+    fit("jit", out, "--preset", "laptop", *flags)
+    curve = logged(out)
     assert curve[-1] < curve[0] / 4, (curve[0], curve[-1])  # the first logged value is that of step 10
     run = open_run(out, UseFlags(weights="ema", seed=1), World(), nullcontext())
     side = run.recipe.options.img_size
@@ -68,10 +44,3 @@ def test_the_laptops_run_learns_and_its_samples_are_what_they_should_be(tmp_path
         assert samples is not None
         told = network(samples[:, -1]).argmax(1) == torch.arange(100) % 10
     assert told.double().mean() > 0.6, told.double().mean()  # it was 0.83; chance is 0.1
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as made:
-        GOLDEN.write_text(json.dumps(ten_steps(Path(made) / "run"), indent=2) + "\n")

@@ -7,37 +7,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine import trainer_for
-from multi.test_launch import ROOT, environment
 from PIL import Image
+from processes import environment
 
-from lockstep.distributed import World
-from lockstep.flags import parse
 from lockstep.recipes.scribble.files import write_image
 from lockstep.recipes.scribble.scenes import Scenes
-from lockstep.registry import find
-
-GOLDEN = ROOT / "tests/golden/scribble.json"
-
-
-def logged(folder: Path, name: str) -> list[float]:
-    return [x[name] for x in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if name in x]
+from recipes.golden import fit, golden, logged
 
 
 @pytest.mark.slow
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
-    """`PYTHONPATH=tests python tests/recipes/test_scribble_learns.py` writes them anew, where a change was meant."""
-    assert ten_steps(tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
+    assert ten_steps(tmp_path / "run") == pytest.approx(golden("scribble"), rel=1e-5)
 
 
 def ten_steps(folder: Path) -> list[float]:
     flags = ["--layers", "18", "--crop_size", "32", "--batch_size", "4", "--n_steps", "10", "--lr", "0.1"]
-    flags += ["--device", "cpu", "--precision", "fp64", "--log_every", "1", "--no_tensorboard", "--save_every", "0"]
-    request = parse(
-        find("scribble"), [*flags, "--eval_every", "0", "--warmup_epochs", "0", "--out", str(folder)], "test"
-    )
-    trainer_for(request, World()).fit()
-    return logged(folder, "loss")
+    flags += ["--precision", "fp64", "--log_every", "1", "--save_every", "0", "--eval_every", "0"]
+    fit("scribble", folder, *flags, "--warmup_epochs", "0")
+    return logged(folder)
 
 
 def lockstep(*words: str) -> str:
@@ -74,10 +61,3 @@ def test_the_laptop_preset_learns_and_labels_a_file(tmp_path: Path) -> None:
     tested = json.loads((tmp_path / "test" / "metrics.json").read_text())
     assert tested["miou"] > 0.4 and len(rows) == 21 and (tmp_path / "test" / "iou.png").exists()
     assert sum(int(row["pixels"]) for row in rows) == len(scenes) * 80 * 60
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as made:
-        GOLDEN.write_text(json.dumps(ten_steps(Path(made) / "run"), indent=2) + "\n")

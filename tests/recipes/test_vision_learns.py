@@ -7,15 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from engine import trainer_for
-from multi.test_launch import ROOT, environment
+from processes import ROOT, environment
 
 from lockstep.commands import test
-from lockstep.distributed import World
-from lockstep.flags import parse
-from lockstep.registry import find
+from recipes.golden import fit, golden, logged
 
-GOLDEN = ROOT / "tests/golden/vision.json"
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 RUNS = {
     "resnet18": ["--model", "resnet18", "--label_smoothing", "0.1"],
@@ -24,33 +20,24 @@ RUNS = {
 }
 
 
-def train(folder: Path, *flags: str) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl."""
-    request = parse(find("vision"), [*flags, "--device", "cpu", "--no_tensorboard", "--out", str(folder)], "test")
-    trainer_for(request, World()).fit()
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def ten_steps(folder: Path) -> dict[str, list[float]]:
     common = ["--width", "4", "--img_size", "16", "--max_samples", "100", "--batch_size", "8", "--n_steps", "10"]
-    return {
-        name: [line["loss"] for line in train(folder / name, *flags, *common, "--log_every", "1") if "loss" in line]
-        for name, flags in RUNS.items()
-    }
+    for name, flags in RUNS.items():
+        fit("vision", folder / name, *flags, *common, "--log_every", "1")
+    return {name: logged(folder / name) for name in RUNS}
 
 
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
-    """`PYTHONPATH=tests python tests/recipes/test_vision_learns.py` writes them anew, where a change was meant."""
-    golden, now = json.loads(GOLDEN.read_text()), ten_steps(tmp_path)
-    assert now.keys() == golden.keys()
-    for name in golden:
-        assert len(now[name]) == 10 and now[name] == pytest.approx(golden[name], rel=1e-5), name
+    expected, now = golden("vision"), ten_steps(tmp_path)
+    assert now.keys() == expected.keys()
+    for name in expected:
+        assert len(now[name]) == 10 and now[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
 @pytest.mark.slow
 def test_the_laptop_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = train(tmp_path / "run", "--preset", "laptop", "--n_steps", "120", "--eval_every", "60")
-    assert [line["val/accuracy"] for line in lines if "val/accuracy" in line][-1] > 0.9  # chance is 0.1
+    fit("vision", tmp_path / "run", "--preset", "laptop", "--n_steps", "120", "--eval_every", "60")
+    assert logged(tmp_path / "run", "val/accuracy")[-1] > 0.9  # chance is 0.1
     assert test.run([str(tmp_path / "run"), "--device", "cpu"]) == 0
     assert json.loads((tmp_path / "run/test/metrics.json").read_text())["accuracy"] > 0.9
     assert "per_class_f1.png" in capsys.readouterr().out
@@ -58,11 +45,9 @@ def test_the_laptop_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 def test_the_laptop_preset_of_masks_learns(tmp_path: Path) -> None:
-    lines = train(tmp_path / "run", "--preset", "laptop_seg", "--n_steps", "350", "--eval_every", "350")
-    final = next(line for line in reversed(lines) if "val/miou" in line)
-    assert (
-        final["val/miou"] > 0.25 and final["val/dice"] > 0.3
-    )  # they were 0.33 and 0.38; all background: 0.07 and 0.08
+    fit("vision", tmp_path / "run", "--preset", "laptop_seg", "--n_steps", "350", "--eval_every", "350")
+    assert logged(tmp_path / "run", "val/miou")[-1] > 0.25  # it was 0.33; all background: 0.07
+    assert logged(tmp_path / "run", "val/dice")[-1] > 0.3  # it was 0.38; all background: 0.08
 
 
 def example(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -106,13 +91,6 @@ def test_the_example_trains_tests_and_predicts_on_two_ranks(tmp_path: Path) -> N
 @pytest.mark.skipif(os.environ.get("LOCKSTEP_FASHION") != "1", reason="takes many minutes; LOCKSTEP_FASHION=1 runs it")
 @pytest.mark.skipif(not FASHION.is_dir(), reason="apt-get install dataset-fashion-mnist brings the data")
 def test_a_resnet18_passes_90_percent_on_the_real_fashion_mnist(tmp_path: Path) -> None:
-    train(tmp_path / "run", "--preset", "fashion")
+    fit("vision", tmp_path / "run", "--preset", "fashion")
     assert test.run([str(tmp_path / "run"), "--device", "cpu"]) == 0
     assert json.loads((tmp_path / "run/test/metrics.json").read_text())["accuracy"] > 0.9
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as made:
-        GOLDEN.write_text(json.dumps(ten_steps(Path(made)), indent=2) + "\n")
