@@ -28,12 +28,13 @@ class Points:
 
     def __init__(self, size: int = 997, labelled: bool = False):
         self.size, self.labelled = size, labelled
+        self.points = {dtype: _points(size, dtype) for dtype in (torch.float32, torch.float64)}
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {name: values[i] for name, values in _points(self.size, torch.get_default_dtype()).items()}
+        return {name: values[i] for name, values in self.points[torch.get_default_dtype()].items()}
 
 
 @dataclass

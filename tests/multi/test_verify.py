@@ -25,7 +25,7 @@ class Shared(Tiny):
 @pytest.mark.slow
 def test_a_recipe_that_keeps_to_the_rules_is_equal_on_worlds_that_divide_nothing(tmp_path: Path) -> None:
     flags = ["--worlds", "1,3", "--steps", "50", "--global_batch_size", "64"]
-    done = run(["lockstep", "verify", f"{tiny.__file__}:Labelled", *flags], tmp_path)
+    done = run(["lockstep", "verify", f"{tiny.__file__}:Terms", *flags], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" ok ") == 2 and "DIFFERENT" not in done.stdout
 
