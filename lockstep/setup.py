@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import checkpoint, optim, parallel, precision
 from .batching import Batching
@@ -21,6 +21,7 @@ from .recipe import Generates, Pretrained, Recipe, SeveralTerms
 from .rundir import RunDir
 from .state import Progress, TrainState
 from .watch import Watch
+from .watch.ledger import Ledger
 
 
 @dataclass
@@ -94,9 +95,10 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn)
 
     emas = [Ema(model, decay) for decay in config.optim.ema_decay]
-    watch = Watch(world, _replicated(model, sync_bn), size)
-    progress = Progress.start(config.run.best_mode)
-    state = TrainState(model, _update(setup, model), emas, watch.ledger, progress, world)
+    progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
+    state = TrainState(model, _update(setup, model), emas, ledger, progress, world)
+    own_statistics = set(dict(model.named_buffers())) if parallel.has_batch_norm(model) and not sync_bn else set()
+    watch = Watch(world, lambda: state.replicated(own_statistics), ledger)
     if saved:
         _check_same_run(saved, seed, size)
         state.restore(saved)
@@ -131,15 +133,6 @@ def _is_compiled(config: TrainConfig, world: World, sync_bn: bool) -> bool:
             )
         return False
     return {"auto": world.device.type == "cuda", "on": True, "off": False}[wanted]
-
-
-def _replicated(model: nn.Module, sync_bn: bool) -> dict[str, Tensor]:
-    """Return what must be equal on every rank: all of the state, but for statistics that are each rank's own."""
-    state = model.state_dict()
-    if parallel.has_batch_norm(model) and not sync_bn:
-        own = dict(model.named_buffers())
-        return {name: tensor for name, tensor in state.items() if name not in own}
-    return dict(state)
 
 
 def _update(setup: Setup, model: nn.Module) -> optim.Update:

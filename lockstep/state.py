@@ -98,6 +98,16 @@ class TrainState:
         if update.scaler is not None:
             self._numbers["scaler"] = update.scaler
 
+    def replicated(self, own: set[str]) -> dict[str, Tensor]:
+        """Return, by "<part>/<name>", the tensors that must be equal on every rank: all but the names in `own`."""
+        parts = {name: part.state_dict() for name, part in self._tensors.items() if name != "rng"}
+        return {
+            name if part == "model" else f"{part}/{name}": tensor
+            for part, tensors in parts.items()
+            for name, tensor in tensors.items()
+            if name not in own
+        }
+
     def capture(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the tensors and the numbers of a checkpoint. Every rank calls this: generators are each rank's own."""
         tensors = {name: dict(part.state_dict()) for name, part in self._tensors.items()}

@@ -1,6 +1,7 @@
 """The checks inside every run: replicas are equal, each sample is used once per epoch, all ranks are at one step."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from ..distributed import RunFailed, World
 from ..stream import Slice
 from .agreement import disagreement
-from .drift import checksums, differing
+from .drift import checksums, differing, minority
 from .ledger import Ledger, tally_epochs
 
 
@@ -19,9 +20,11 @@ class OutOfLockstep(RunFailed):
 class Watch:
     """Compares the ranks whenever values are logged; in between it costs nothing."""
 
-    def __init__(self, world: World, weights: dict[str, Tensor], dataset: int):
-        self.world, self.weights = world, weights
-        self.ledger = Ledger(dataset)
+    def __init__(self, world: World, replicated: Callable[[], dict[str, Tensor]], ledger: Ledger):
+        self.world = world
+        self.replicated = replicated
+        """Returns the tensors that must be equal on every rank."""
+        self.ledger = ledger
         self.seconds = 0.0
         """Time spent on checks so far."""
 
@@ -31,7 +34,7 @@ class Watch:
         `used`: the samples that went through this rank's model since the last check.
         """
         started = time.perf_counter()
-        own = {"weights": checksums(self.weights), "facts": {"step": step, **facts}, "used": tally_epochs(used)}
+        own = {"tensors": checksums(self.replicated()), "facts": {"step": step, **facts}, "used": tally_epochs(used)}
         ranks = self.world.gather(own)
         problem = self.world.broadcast(self._problem(step, ranks) if self.world.is_main else None)
         self.seconds += time.perf_counter() - started
@@ -43,8 +46,11 @@ class Watch:
         if found := disagreement(facts):
             name, other = found
             return f"at step {step} {name} is {facts[0][name]} on rank 0 but {facts[other][name]} on rank {other}"
-        difference = differing([rank["weights"] for rank in ranks])
-        if difference:
-            name, count, rank = difference
-            return f"at step {step} the weights of rank {rank} are not those of rank 0: {count} tensors, first {name}"
+        tensors = [rank["tensors"] for rank in ranks]
+        if difference := differing(tensors):
+            name, count, _ = difference
+            wrong = minority([rank[name] for rank in tensors])
+            numbers = ", ".join(map(str, wrong))
+            which = f"those of rank {numbers} are not those of the others" if wrong else "no majority shows which"
+            return f"at step {step} the ranks no longer hold the same tensors: {count} differ, first {name}; {which}"
         return self.ledger.post([rank["used"] for rank in ranks])

@@ -109,7 +109,40 @@ def drifting(world: World, flags: list[str]) -> str:
 
 def test_replicas_that_drift_apart_are_found_and_named(ranks, tmp_path: Path) -> None:
     messages = ranks(2)(drifting, ["--out", str(tmp_path / "run")])
-    assert all("rank 1" in text and "2.weight" in text for text in messages), messages
+    assert all("first 2.weight; no majority" in text for text in messages), messages
+    messages = ranks(3)(drifting, ["--global_batch_size", "24", "--out", str(tmp_path / "three")])
+    assert all("first 2.weight; those of rank 1 are not those of the others" in text for text in messages), messages
+
+
+def corrupted(world: World, flags: list[str], what: str) -> str:
+    """One bit of one rank's averages or optimizer state flips after step 6."""
+    run = trainer(world, "Tiny", ["--ema_decay", "0.9", *flags])
+    step = run.train_step
+
+    def spoilt() -> None:
+        step()
+        if world.rank == 1 and run.progress.step == 6:
+            state = run.update.optimizer.state[run.model[2].weight]
+            tensor = state["exp_avg_sq"] if what == "optimizer" else run.state.emas[0].shadow["2.weight"]
+            tensor.view(torch.int32)[3, 5] ^= 1 << 20  # a low bit might be rounded away before the next check
+
+    run.train_step = spoilt  # type: ignore[method-assign]
+    try:
+        run.fit()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [("optimizer", "optimizer/2.weight/exp_avg_sq"), ("ema", "ema-0.9/2.weight")]
+)
+def test_a_bit_that_flips_in_averages_or_optimizer_is_found(ranks, tmp_path: Path, what: str, name: str) -> None:
+    flags = ["--global_batch_size", "24", "--out", str(tmp_path / "run")]
+    messages = ranks(3)(corrupted, flags, what)
+    # A wrong optimizer state soon makes wrong weights, and those are named first.
+    assert all("those of rank 1 are not" in text for text in messages), messages
+    assert what == "optimizer" or all(f"1 differ, first {name}" in text for text in messages), messages
 
 
 def repeating(world: World, flags: list[str]) -> str:
