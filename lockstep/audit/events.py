@@ -11,7 +11,7 @@ KINDS: dict[str, "type[Event]"] = {}
 @dataclass_transform(field_specifiers=(field,))
 @dataclass
 class Event:
-    """What all kinds have in common, filled in by the recorder. A subclass is a dataclass without saying so."""
+    """What all kinds have in common, filled in by the recorder. Every subclass is made a dataclass."""
 
     t: float = field(default=0.0, kw_only=True)
     """Seconds since the epoch."""

@@ -88,7 +88,7 @@ def _excerpt(at: Site) -> str:
 # -- notes and output -------------------------------------------------------------------------------------------------
 def _printed(ranks: list[Rank]) -> str:
     parts = "".join(_output(rank.number, rank.printed) for rank in ranks if rank.printed.strip())
-    return section("printed", "Printed last", f"<div>{parts or muted('The ranks printed nothing.', '')}</div>")
+    return section("printed", "Printed last", f"<div>{parts or muted('The ranks printed nothing.')}</div>")
 
 
 def _output(rank: int, text: str) -> str:

@@ -17,7 +17,9 @@ _PICTURES = 8
 """Further passes have a sentence only."""
 _LEAST = 0.2
 """Height of what would be too low to be seen."""
-_CAPTION = muted("Samples lie from left to right; the higher a cell, the more of its samples the rank was given.")
+_CAPTION = muted(
+    "Samples lie from left to right; the higher a cell, the more of its samples the rank was given.", "muted lede"
+)
 _LEGEND = legend(
     [
         (box("given"), "given to the rank"),
@@ -64,7 +66,7 @@ def ledger(trace: Trace) -> str:
     """The section."""
     passes = _passes(trace)
     if not passes:
-        return section("samples", "Samples", muted("No sample came from a DataLoader, so the ledger is empty.", ""))
+        return section("samples", "Samples", muted("No sample came from a DataLoader, so the ledger is empty."))
     figures = "".join(_figure(title, joint) for title, joint in passes[:_PICTURES])
     pictures = f'<div class="passes">{figures}</div>'
     return section("samples", "Samples", _CAPTION, _LEGEND, pictures, _further(passes[_PICTURES:]))

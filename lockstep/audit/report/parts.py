@@ -8,8 +8,8 @@ def section(name: str, title: str, *parts: str) -> str:
     return f'<section id="{name}"><h2>{title}</h2>{"".join(parts)}</section>'
 
 
-def muted(text: str, kind: str = " lede") -> str:
-    return f'<p class="muted{kind}">{text}</p>'
+def muted(text: str, kind: str = "muted") -> str:
+    return f'<p class="{kind}">{text}</p>'
 
 
 def lines(kind: str, texts: Iterable[str]) -> str:

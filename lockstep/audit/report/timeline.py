@@ -22,7 +22,7 @@ def timeline(trace: Trace) -> str:
     """The section."""
     window = _window(trace)
     if window is None:
-        return section("timeline", "Timeline", muted("The ranks ended before there was anything to draw.", ""))
+        return section("timeline", "Timeline", muted("The ranks ended before there was anything to draw."))
     begin, end = window
     rows = [_spans(trace, rank, begin, end) for rank in trace.ranks]
     if is_crowded := sum(map(len, rows)) > _SPANS:
@@ -147,7 +147,7 @@ def _caption(trace: Trace, begin: float, is_crowded: bool) -> str:
         "Each span has the colour of what took most of its time." if is_crowded else "",
         f"One optimizer step in {every} has a tick." if every > 1 else "",
     ]
-    return muted(" ".join(filter(None, sentences))) if any(sentences) else ""
+    return muted(" ".join(filter(None, sentences)), "muted lede") if any(sentences) else ""
 
 
 def _legend(trace: Trace) -> str:
