@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from .api import fit
 from .config import TrainConfig
 from .loss import Loss
 from .recipe import (
@@ -18,7 +19,7 @@ from .recipe import (
     Tests,
 )
 from .rng import Rng
-from .trainer import Outcome, Trainer, fit
+from .trainer import Outcome, Trainer
 
 __all__ = [
     "Augments",

@@ -103,6 +103,8 @@ class Optim:
     """Clip the gradient to this norm; 0: no clipping. Also --grad_clip."""
     max_bad_steps: int = 20
     """Steps in a row with a non-finite gradient (each is skipped on all ranks) after which the run stops."""
+    max_bad_share: float = 0.1
+    """Share of all steps with a non-finite gradient above which the run fails, once there are five of them."""
     ema_decay: tuple[float, ...] = ()
     """Decays of averaged copies of the weights, none or several; each is ramped up by (1 + n) / (10 + n)."""
 
@@ -113,6 +115,7 @@ class Optim:
             check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
         for name in ("beta1", "beta2", "momentum"):
             check(0 <= getattr(self, name) < 1, f"{name} is in [0, 1)", getattr(self, name))
+        check(0 <= self.max_bad_share <= 1, "max_bad_share is in [0, 1]", self.max_bad_share)
         for decay in self.ema_decay:
             check(0 < decay < 1, "ema_decay is between 0 and 1", decay)
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .distributed import RunFailed, World
-from .loader import item_getter, to_device
+from .loader import Fetch, item_getter, to_device
 from .loss import Sums, loss_means, loss_sums
 from .recipe import Batch, Evaluates, Generates, Predicts, Recipe, SeveralTerms, Tests
 from .rng import Rng
+from .stream import Slice
 
 EVALUATION_EPOCH = -1
 """The epoch in the keys of randomness outside training: the same at every evaluation."""
@@ -131,6 +132,25 @@ class Evaluator:
         if errors:
             raise EvaluationFailed("; ".join(errors))
         return [value for value, _ in gathered]
+
+    @torch.no_grad()
+    def nonfinite_samples(self, dataset: Any, samples: Slice) -> list[int]:
+        """Return, on rank 0, which of all ranks' samples have a loss that is not finite by themselves."""
+        fetch = Fetch(self.recipe, dataset, self.seed)
+
+        def own() -> list[int]:
+            found = []
+            for i, index in enumerate(samples.index.tolist()):
+                (item,) = fetch.__getitems__((Slice(samples.epoch[i : i + 1], samples.index[i : i + 1]), True))
+                item = to_device(item, self.world.device, torch.get_default_dtype())
+                with self.autocast:
+                    loss = self.recipe.loss(self.model, item.batch, Rng.of(self.seed, item.epochs, item.indices))
+                if not torch.isfinite(loss.total).all():
+                    found.append(index)
+            return found
+
+        with eval_mode(self.model):
+            return sorted(index for rank in self._gather(own) for index in rank)
 
     @torch.no_grad()
     def predict(self, dataset: Any, batch_size: int) -> list[Any]:

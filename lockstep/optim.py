@@ -97,6 +97,8 @@ class Update:
         self.norm = torch.zeros((), device=device)
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
+        """The first step with a non-finite gradient since the last log, counted from 0; -1 for none."""
         self._skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
 
     @torch.no_grad()
@@ -124,6 +126,7 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
         self.norm, self.bad_steps = norm, self.bad_steps + bad
         self.bad_in_row = torch.where(bad, self.bad_in_row + 1, 0)
+        self.first_bad = torch.where(bad & (self.first_bad < 0), step, self.first_bad)
         if self.scaler is not None:
             self.scaler.update(bad)
 

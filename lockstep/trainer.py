@@ -5,28 +5,24 @@ outcome = trainer.fit()
 """
 
 import gc
-import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint, distributed, flags, loader, registry, rundir, trackers
-from .config import TrainConfig
+from . import checkpoint, loader, trackers
 from .distributed import RunFailed, StopSignals, World
 from .evaluate import Evaluator
 from .flags import Request
 from .loss import LossSums, Objective
 from .parallel import Replica
 from .receipt import make_receipt
-from .recipe import Recipe, Scores
+from .recipe import Scores
 from .rundir import RunDir
 from .sampling import Sampler
 from .setup import prepare
@@ -87,6 +83,7 @@ class Trainer:
         self.signals = StopSignals()
         self.stop_request = 0
         """Agreed by all ranks in every step: the number of a signal, OUT_OF_MEMORY, or 0."""
+        self.bad_samples_searched = False
         self.metrics: dict[str, float] = {}
         self.sample_files: tuple[Path, ...] = ()
         self.trackers = trackers.Trackers({})
@@ -262,14 +259,32 @@ class Trainer:
             "failed_outputs": self.sampler.failures,
         }
         self.trackers.log(step, values)
-        if bad_in_row >= self.config.optim.max_bad_steps:
-            raise Diverged(
-                f"the gradient was not finite in the last {bad_in_row} steps (up to step {step}); lower --lr, "
-                f"set --clip_grad, or look at the data. The weights are those of before: {self.folder}"
-            )
+        if (first_bad := int(self.update.first_bad)) >= 0:
+            self._report_bad_steps(first_bad, int(self.update.bad_steps), bad_in_row)
         if self.world.is_main and (failure := self.checkpoints.failure()):
             self.say(failure)
         self._logged_at, self._logged_step = time.perf_counter(), step
+
+    def _report_bad_steps(self, first: int, skipped: int, in_row: int) -> None:
+        """Say which step was skipped, and once which of its samples are to blame; fail if there are too many."""
+        step, optim = self.progress.step, self.config.optim
+        self.update.first_bad.fill_(-1)
+        text = f"the gradient was not finite at step {first + 1}: {skipped} of {step} steps skipped so far"
+        if not self.bad_samples_searched:
+            self.bad_samples_searched = True
+            samples = self.stream.batch(first, self.world.rank, self.world.size)
+            found = self.evaluator.nonfinite_samples(self.setup.data, samples)
+            numbers = ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8)
+            text += f"; samples with a loss that is not finite by themselves: {numbers or 'none'}"
+        self.say(text)
+        advice = f"lower --lr, set --clip_grad, or look at the data. The weights are those of before: {self.folder}"
+        if in_row >= optim.max_bad_steps:
+            raise Diverged(f"the gradient was not finite in the last {in_row} steps (up to step {step}); {advice}")
+        if skipped == step == self.setup.batching.n_steps or skipped >= max(5, optim.max_bad_share * step):
+            raise Diverged(
+                f"the gradient was not finite in {skipped} of {step} steps, more than --max_bad_share "
+                f"{optim.max_bad_share:g} allows; {advice}"
+            )
 
     def check_ranks(self, **facts: float | str | None) -> None:
         """Raise OutOfLockstep unless the ranks agree in weights, samples used and `facts`."""
@@ -366,31 +381,3 @@ class Trainer:
         for ema in self.state.emas:
             name = "model_ema" if ema is self.state.emas[0] else f"model_ema-{ema.decay}"
             checkpoint.export(self.folder / name, ema.shadow, {**facts, "decay": str(ema.decay)})
-
-
-def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **settings: Any) -> Outcome:
-    """Train in this process and return how it ended; what the command line would exit with is raised.
-
-    `recipe` is a class, or an instance with its options. The settings are a whole `config`, or single ones by their
-    flag names on top of the recipe's own defaults: `fit(Mine, n_steps=100, out="runs/mine")`. In a process that
-    torchrun has started, this is one rank of several.
-    """
-    kind, options = (recipe, None) if isinstance(recipe, type) else (type(recipe), recipe.options)
-    request = flags.request_for(kind, options, config, settings, rundir.find_config)
-    hardware = request.train.hardware
-    if hardware.nproc not in ("1", "auto") and "RANK" not in os.environ:
-        raise ValueError(
-            f"fit() trains in this process, not in nproc = {hardware.nproc}: start the script with "
-            f"torchrun --nproc_per_node={hardware.nproc}, or train the recipe with `lockstep train`"
-        )
-    if not registry.spec_of(kind):
-        registry.register_script(kind, Path(sys.argv[0]))
-    dtype = torch.get_default_dtype()
-    try:
-        with (
-            distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world,
-            rundir.open_run_dir(request.train.run, kind.name, world) as run_dir,
-        ):
-            return Trainer(request, world, run_dir).fit()
-    finally:
-        torch.set_default_dtype(dtype)

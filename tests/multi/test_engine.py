@@ -83,7 +83,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_is_counted(ranks, 
 
 
 def test_bad_gradients_without_end_stop_the_run_on_all_ranks(ranks, tmp_path: Path) -> None:
-    flags = ["--n_steps", "50", "--max_bad_steps", "8", "--out", str(tmp_path / "run")]
+    flags = ["--n_steps", "50", "--max_bad_steps", "8", "--max_bad_share", "1", "--out", str(tmp_path / "run")]
     (weights, bad, error), (_, _, other) = ranks(2)(bad_run, flags)
     assert bad == 10 and "not finite" in error and error == other
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())

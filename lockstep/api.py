@@ -1,0 +1,41 @@
+"""Lockstep as a library: train in a script, a test or a notebook, without the command line."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import distributed, flags, registry, rundir
+from .config import TrainConfig
+from .recipe import Recipe
+from .trainer import Outcome, Trainer
+
+
+def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **settings: Any) -> Outcome:
+    """Train in this process and return how it ended; what the command line would exit with is raised.
+
+    `recipe` is a class, or an instance with its options. The settings are a whole `config`, or single ones by their
+    flag names on top of the recipe's own defaults: `fit(Mine, n_steps=100, out="runs/mine")`. In a process that
+    torchrun has started, this is one rank of several.
+    """
+    kind, options = (recipe, None) if isinstance(recipe, type) else (type(recipe), recipe.options)
+    request = flags.request_for(kind, options, config, settings, rundir.find_config)
+    hardware = request.train.hardware
+    if hardware.nproc not in ("1", "auto") and "RANK" not in os.environ:
+        raise ValueError(
+            f"fit() trains in this process, not in nproc = {hardware.nproc}: start the script with "
+            f"torchrun --nproc_per_node={hardware.nproc}, or train the recipe with `lockstep train`"
+        )
+    if not registry.spec_of(kind):
+        registry.register_script(kind, Path(sys.argv[0]))
+    dtype = torch.get_default_dtype()
+    try:
+        with (
+            distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world,
+            rundir.open_run_dir(request.train.run, kind.name, world) as run_dir,
+        ):
+            return Trainer(request, world, run_dir).fit()
+    finally:
+        torch.set_default_dtype(dtype)

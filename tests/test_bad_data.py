@@ -1,0 +1,69 @@
+"""Data that are not finite: said by sample, and never taken for a trained model."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+import lockstep
+from lockstep.trainer import Diverged
+
+FLAGS = {"device": "cpu", "log_every": 4, "size": 64, "batch_size": 8}
+
+
+class Points(tiny.Points):
+    """Some of the points have an input that is not a number."""
+
+    def __init__(self, size: int, bad: set[int]):
+        super().__init__(size)
+        self.bad = bad
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        item = super().__getitem__(i)
+        return {**item, "x": torch.full_like(item["x"], float("nan"))} if i in self.bad else item
+
+
+class OneBad(tiny.Plain):
+    """One sample of 64: one step in eight has it."""
+
+    name = "one-bad"
+    bad = {13}
+
+    def dataset(self, split: str) -> Points:
+        return Points(self.options.size, self.bad if split == "train" else set())
+
+
+class ManyBad(OneBad):
+    name = "many-bad"
+    bad = set(range(0, 64, 7))
+
+
+def test_a_skipped_step_is_said_with_the_sample_to_blame(tmp_path: Path) -> None:
+    outcome = lockstep.fit(OneBad, n_steps=16, out=str(tmp_path / "run"), **FLAGS)
+    said = (tmp_path / "run/log.txt").read_text()
+    assert outcome.step == 16 and (tmp_path / "run/model.pth").exists()
+    assert said.count("steps skipped so far") == 2  # once in each epoch of eight steps
+    assert said.count("samples with a loss that is not finite by themselves: 13\n") == 1
+
+
+def test_too_many_skipped_steps_fail_the_run_and_export_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"in \d+ of \d+ steps, more than --max_bad_share 0.1 allows"):
+        lockstep.fit(ManyBad, n_steps=100, out=str(tmp_path / "run"), **FLAGS)
+    assert not (tmp_path / "run/model.pth").exists()
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def test_a_run_that_skipped_all_of_its_steps_has_trained_nothing(tmp_path: Path) -> None:
+    class AllBad(OneBad):
+        bad = set(range(64))
+
+    with pytest.raises(Diverged, match="in 3 of 3 steps"):
+        lockstep.fit(AllBad, n_steps=3, max_bad_share=1.0, out=str(tmp_path / "run"), **FLAGS)
+    assert not list((tmp_path / "run").glob("model*"))
+
+
+def test_the_share_can_be_allowed(tmp_path: Path) -> None:
+    outcome = lockstep.fit(ManyBad, n_steps=16, max_bad_share=1.0, out=str(tmp_path / "run"), **FLAGS)
+    assert outcome.step == 16
