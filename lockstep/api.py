@@ -1,5 +1,6 @@
 """Lockstep as a library: train in a script, a test or a notebook, without the command line."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -20,16 +21,18 @@ def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **sett
     flag names on top of the recipe's own defaults: `fit(Mine, n_steps=100, out="runs/mine")`. In a process that
     torchrun has started, this is one rank of several.
     """
-    kind, options = (recipe, None) if isinstance(recipe, type) else (type(recipe), recipe.options)
-    request = flags.request_for(kind, options, config, settings, rundir.find_config)
+    kind = recipe if isinstance(recipe, type) else type(recipe)
+    if not registry.spec_of(kind):
+        registry.register_script(kind, Path(sys.argv[0]))
+    request = flags.request_for(kind, config, settings, rundir.find_config)
+    if not isinstance(recipe, type):
+        request = dataclasses.replace(request, options=recipe.options, instance=recipe)
     hardware = request.train.hardware
     if hardware.nproc not in ("1", "auto") and "RANK" not in os.environ:
         raise ValueError(
             f"fit() trains in this process, not in nproc = {hardware.nproc}: start the script with "
             f"torchrun --nproc_per_node={hardware.nproc}, or train the recipe with `lockstep train`"
         )
-    if not registry.spec_of(kind):
-        registry.register_script(kind, Path(sys.argv[0]))
     dtype = torch.get_default_dtype()
     try:
         with (

@@ -111,7 +111,7 @@ def _flush() -> None:
 
 def _explain(error: Exception) -> str:
     if isinstance(error, distributed.RunFailed):
-        return f"lockstep: {error}"
+        return f"{error.details}lockstep: {error}"
     lost = distributed.lost_contact(error)
     return f"lockstep: {_rank()}{lost}" if lost else f"{_rank()}{traceback.format_exc()}"
 

@@ -29,6 +29,9 @@ _failures: dist.Store | None = None
 class RunFailed(RuntimeError):
     """The run cannot continue, on any rank; the message says why."""
 
+    details = ""
+    """A traceback, where the cause is in a recipe's code."""
+
 
 class RendezvousError(ValueError):
     """This rank cannot connect to the others; every machine reports its own reason."""

@@ -4,6 +4,7 @@ Rank r takes its contiguous share of the set, no sample twice and none left out,
 world: sums are integers or float64, added up once at the end.
 """
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .batching import MicroBatch
 from .distributed import RunFailed, World
 from .loader import Fetch, item_getter, to_device
 from .loss import Sums, loss_means, loss_sums
@@ -125,12 +127,15 @@ class Evaluator:
         """Return what all ranks have computed, on rank 0; an exception of one rank is raised on all of them."""
         try:
             result, error = compute(), None
-        except (RuntimeError, OSError) as raised:
-            result, error = None, f"rank {self.world.rank}: {type(raised).__name__}: {raised}"
+        except Exception as raised:
+            error = f"rank {self.world.rank}: {type(raised).__name__}: {raised}", traceback.format_exc()
+            result = None
         gathered = self.world.gather((result, error))
-        errors = self.world.broadcast([text for _, text in gathered if text])
+        errors = self.world.broadcast([error for _, error in gathered if error])
         if errors:
-            raise EvaluationFailed("; ".join(errors))
+            failed = EvaluationFailed("; ".join(text for text, _ in errors))
+            failed.details = errors[0][1]
+            raise failed
         return [value for value, _ in gathered]
 
     @torch.no_grad()
@@ -142,15 +147,17 @@ class Evaluator:
             found = []
             for i, index in enumerate(samples.index.tolist()):
                 (item,) = fetch.__getitems__((Slice(samples.epoch[i : i + 1], samples.index[i : i + 1]), True))
-                item = to_device(item, self.world.device, torch.get_default_dtype())
-                with self.autocast:
-                    loss = self.recipe.loss(self.model, item.batch, Rng.of(self.seed, item.epochs, item.indices))
-                if not torch.isfinite(loss.total).all():
+                if item.error or not torch.isfinite(self._loss_of(item)).all():
                     found.append(index)
             return found
 
         with eval_mode(self.model):
             return sorted(index for rank in self._gather(own) for index in rank)
+
+    def _loss_of(self, item: MicroBatch) -> Tensor:
+        item = to_device(item, self.world.device, torch.get_default_dtype())
+        with self.autocast:
+            return self.recipe.loss(self.model, item.batch, Rng.of(self.seed, item.epochs, item.indices)).total
 
     @torch.no_grad()
     def predict(self, dataset: Any, batch_size: int) -> list[Any]:

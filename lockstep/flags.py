@@ -54,6 +54,8 @@ class Request:
     options: Any
     given: frozenset[str] = frozenset()
     smoke: int | None = None
+    instance: Recipe | None = None
+    """The recipe itself, where a library call gave one; else it is made from the options."""
 
     def flat(self) -> dict[str, Any]:
         """Return every setting by flag name, as a YAML file would hold it."""
@@ -103,7 +105,6 @@ def parse(recipe: type[Recipe], argv: Sequence[str], prog: str, find_config: Fin
 
 def request_for(
     recipe: type[Recipe],
-    options: Any,
     config: TrainConfig | None,
     settings: Mapping[str, Any],
     find_config: FindConfig,
@@ -112,7 +113,7 @@ def request_for(
     if config is not None and settings:
         raise ValueError(f"give a config or single settings, not both: {', '.join(settings)}")
     if config is not None:
-        return Request(recipe, config, recipe.Options() if options is None else options)
+        return Request(recipe, config, recipe.Options())
     known = Known.of(recipe, _target(recipe))
     words = _words(_from_mapping(settings, known, f"fit({recipe.__name__})"))
     printed = io.StringIO()
@@ -122,7 +123,7 @@ def request_for(
     except SystemExit:  # the parser exits after printing what is wrong, in a box
         text = " ".join(printed.getvalue().translate(dict.fromkeys(map(ord, "╭╮╰╯─│"), " ")).split())
         raise ValueError(text.partition("Argument helptext")[0].partition("For full helptext")[0].strip()) from None
-    return request if options is None else dataclasses.replace(request, options=options)
+    return request
 
 
 def _group(recipe: type[Recipe]) -> str:

@@ -1,7 +1,7 @@
 """SplitMix64's mixing function, for plain integers, NumPy arrays and torch tensors.
 
 It maps 64-bit words one to one, and every bit of the result depends on every bit that went in. The order of samples,
-the keys of random draws and the checksums of the ledger are all made with it.
+the keys of random draws and the checksums of samples and weights are all made with it.
 """
 
 from typing import Any

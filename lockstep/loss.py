@@ -79,7 +79,9 @@ class Objective(nn.Module):
         self, batch: Any, epoch: Tensor, index: Tensor, per_sample: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, float | Tensor, dict[str, Tensor]]:
         loss = self.loss(self.model, batch, Rng.of(self.seed, epoch, index)).by_sample(per_sample, len(index))
-        return loss.total, loss.weight, loss.logs
+        # Without their graph: what backward does not visit would stay in memory until the end of the step.
+        weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+        return loss.total, weight, {name: value.detach() for name, value in loss.logs.items()}
 
 
 class Normalizer:
@@ -115,11 +117,14 @@ class Normalizer:
         per_sample = (global_counts / self.global_batch).to(self.dtype)
         return micro_batches, dict(zip(counts, per_sample, strict=True))
 
-    def scale(self, total: Tensor, weight: float | Tensor, samples: int) -> Tensor:
-        """Return what to call backward on: this micro-batch's share of the mean, as far as it is known."""
-        factor = 1 / self.global_batch
+    def scale(self, total: Tensor, weight: float | Tensor, samples: int, fp16_scale: float | Tensor = 1.0) -> Tensor:
+        """Return what to call backward on: this micro-batch's share of the mean, as far as it is known.
+
+        All factors are multiplied first: the scale of fp16 alone would overflow a total in fp16.
+        """
+        factor = fp16_scale / self.global_batch
         if isinstance(weight, Tensor):
-            self._weight = weight.detach() if self._weight is None else self._weight + weight.detach()
+            self._weight = weight if self._weight is None else self._weight + weight
             return total * factor
         if self.weight_per_sample is None:
             self.weight_per_sample = weight / samples
@@ -151,11 +156,10 @@ class LossSums:
 
     def add(self, total: Tensor, weight: float | Tensor, logs: dict[str, Tensor]) -> None:
         for name, value in {"loss": total, "weight": weight, **logs}.items():
-            value = value.detach() if isinstance(value, Tensor) else value
             self.sums[name] = self.sums.get(name, 0.0) + value
 
     def means(self, world: World) -> dict[str, float]:
-        """Return each sum over all ranks divided by the weight; the only place where training waits for the device."""
+        """Return each sum over all ranks divided by the weight; this waits for the device."""
         sums, self.sums = self.sums, {}
         values = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in sums.values()])
         reduced = dict(zip(sums, world.sum(values).tolist(), strict=True))

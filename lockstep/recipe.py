@@ -196,7 +196,7 @@ class Generates(ABC):
 
     @abstractmethod
     def save_samples(self, samples: Tensor, path: Path) -> list[Path]:
-        """Write generated samples beside `path` (which has no suffix); return the files, the most useful one first."""
+        """Write generated samples to `path` plus a suffix (.png, .gif); return the files, the most useful one first."""
 
 
 class Scores(ABC):

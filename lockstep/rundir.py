@@ -44,12 +44,18 @@ class RunDir:
 def open_run_dir(run: Run, name: str, world: World) -> Iterator[RunDir]:
     """Yield the folder of a run, locked: another run in the same folder is an error on every rank."""
     run_dir = resolve_run_dir(run, name, world)
-    lock = RunLock(run_dir.path)
+    lock, before = RunLock(run_dir.path), _checkpoints(run_dir.path)
     world.on_main(lock.acquire)
     try:
+        if world.on_main(lambda: _checkpoints(run_dir.path) != before):
+            raise ValueError(f"another run has just written to {run_dir.path}; start again")
         yield run_dir
     finally:
         lock.release()
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
 def resolve_run_dir(run: Run, name: str, world: World) -> RunDir:

@@ -1,9 +1,9 @@
-"""One run per folder: a lock file that names the process which writes there, and tells when that process is gone.
+"""One run per folder: a lock file that names the process which writes there, and tells when that process has ended.
 
-    <run>/.lock      {"host": ..., "pid": ..., "started": ...}, touched every few seconds
+    <run>/.lock      {"host": ..., "pid": ..., "started": ..., "machine": ...}, touched every few seconds
 
-On the same host the process is looked up. A process on another host cannot be looked up: its lock counts as stale when
-it has not been touched for a while, by the clock of the file system.
+A process of the same machine (and the same container) is looked up. Any other cannot be looked up: its lock counts as
+stale when it has not been touched for a while.
 """
 
 import fcntl
@@ -27,62 +27,67 @@ class RunLock:
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
+        self._own = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": start_time(os.getpid()),
+            "machine": _machine(),
+        }
         self._released = threading.Event()
         self._held = False
 
     def acquire(self) -> None:
         """Create the lock file; a ValueError names the process that holds it."""
-        own = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": start_time(os.getpid())})
-        with _one_at_a_time(self.path.parent):
-            while not self._create(own):
-                holder = self._holder()
-                if holder is not None and not self._is_stale(holder):
-                    raise ValueError(
-                        f"{self.path.parent} is in use by process {holder['pid']} on {holder['host']}; wait for that "
-                        "run to end or stop it, or choose another --out"
-                    )
-                with suppress(OSError):
-                    self.path.unlink()
+        try:
+            with _one_at_a_time(self.path.parent):
+                while not self._create():
+                    holder = self._holder()
+                    if holder is not None and not self._is_stale(holder):
+                        raise ValueError(
+                            f"{self.path.parent} is in use by process {holder['pid']} on {holder['host']}; wait for "
+                            "that run to end or stop it, or choose another --out"
+                        )
+                    self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot lock {self.path}: {error.strerror}; choose another --out") from None
         self._held = True
         threading.Thread(target=self._keep_fresh, name="lockstep-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Remove the lock file. Nothing happens if this process does not hold the lock."""
+        """Remove the lock file, if this process still holds it."""
         if self._held:
             self._held = False
             self._released.set()
             with suppress(OSError):
-                self.path.unlink()
+                if self._holder() == self._own:
+                    self.path.unlink()
 
-    def _create(self, own: str) -> bool:
-        """Create the file with its whole content in one step; False if there is one."""
-        temporary = self.path.with_name(f"{NAME}.{os.getpid()}.{threading.get_ident()}")
-        temporary.write_text(own)
+    def _create(self) -> bool:
+        """Create the file; False if there is one."""
         try:
-            os.link(temporary, self.path)
-            return True
+            handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
-        finally:
-            temporary.unlink()
+        with os.fdopen(handle, "w") as file:  # whoever reads it half-written waits at `_one_at_a_time`
+            file.write(json.dumps(self._own))
+        return True
 
     def _holder(self) -> dict[str, Any] | None:
-        """Return the content of the lock file; None if it is gone or unreadable."""
+        """Return the content of the lock file; None if it is gone or damaged."""
         try:
             holder = json.loads(self.path.read_text())
             return holder if {"host", "pid", "started"} <= holder.keys() else None
-        except (OSError, ValueError, AttributeError):
+        except (FileNotFoundError, ValueError, AttributeError):
             return None
 
     def _is_stale(self, holder: dict[str, Any]) -> bool:
-        if holder["host"] == socket.gethostname():
+        if (holder["host"], holder.get("machine")) == (self._own["host"], self._own["machine"]):
             return start_time(int(holder["pid"])) != holder["started"]
-        before = self._touched()
-        deadline = time.monotonic() + STALE_SECONDS
+        before, deadline = self._touched(), time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
             threading.Event().wait(min(1.0, STALE_SECONDS / 10))
             if self._touched() != before:
-                return not self.path.exists()  # released, or touched: the other process is running
+                return False  # touched, or just released: what was chosen before may be out of date
         return True
 
     def _touched(self) -> int:
@@ -93,12 +98,13 @@ class RunLock:
     def _keep_fresh(self) -> None:
         while not self._released.wait(TOUCH_SECONDS):
             with suppress(OSError):
-                os.utime(self.path)
+                if self._holder() == self._own:
+                    os.utime(self.path)
 
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one process at a time replace a stale lock; file systems without flock do without."""
+    """Let one process at a time create or replace a lock; file systems without flock do without."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -108,15 +114,22 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def _machine() -> str:
+    """Return what is the same for processes that can look each other up: this boot, this container."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
 def start_time(pid: int) -> str | None:
     """Return when a process started, in the kernel's ticks where it has them; None if there is no such process.
 
     No clock that can be set changes the ticks, and a process that reuses the number has others.
     """
-    stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return None
         return None if fields[0] in "ZX" else fields[19]  # a zombie has ended

@@ -9,7 +9,7 @@ What a run made before it was killed is found by these names and not made again.
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,10 @@ class Sampler:
         shutil.rmtree(self.unfinished, ignore_errors=True)
         self.unfinished.mkdir(parents=True)
         written = recipe.save_samples(samples, self.unfinished / stem)
-        for path in written:
+        for path in self.unfinished.iterdir():
             path.replace(self.folder / path.name)
         self.unfinished.rmdir()
-        return [self.folder / path.name for path in written]
+        return [self.folder / path.relative_to(self.unfinished) for path in written]
 
     def _fail(self, text: str) -> None:
         self.failures += 1
@@ -86,21 +86,37 @@ class Sampler:
         """Return the recipe's scores, from the averaged weights, and a note; empty if this run has them already."""
         world, recipe = self.evaluator.world, self.evaluator.recipe
         assert isinstance(recipe, Scores)
-        path = self.folder / f"step-{step:08d}-score.json"
-        if world.broadcast(path.is_file()):
+        if world.broadcast(self._score_file(step).is_file()):
             return {}, None
         model, averaged = self.evaluator.model, self.emas[0].applied() if self.emas else nullcontext()
         shown = self._shown(f"step {step}: scoring samples")
         try:
             with shown, averaged, eval_mode(model), self.evaluator.autocast, torch.no_grad():
                 values, note = recipe.score(model, self.evaluator.sum_over_ranks, self.run_folder)
-            if world.is_main and values:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_text(path, json.dumps(values) + "\n")
-        except (EvaluationFailed, OSError) as error:
+        except EvaluationFailed as error:
             self._fail(f"step {step}: the score failed: {error}")
             return {}, None
         return values, note
+
+    def record_score(self, step: int, values: dict[str, float]) -> None:
+        """Note that a score was logged, so that it is not computed again."""
+        if self.evaluator.world.is_main and values:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_text(self._score_file(step), json.dumps(values) + "\n")
+            except OSError as error:
+                self._fail(f"step {step}: the score could not be written: {error}")
+
+    def _score_file(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}-score.json"
+
+    def discard_after(self, step: int) -> None:
+        """Delete what a run has made after the checkpoint it resumes from: it will make it again."""
+        for path in self.folder.glob("step-*"):
+            number = path.name.removeprefix("step-")[:8]
+            if number.isdigit() and int(number) > step and path.is_file():
+                with suppress(OSError):
+                    path.unlink()
 
     @contextmanager
     def _shown(self, title: str) -> Iterator[None]:

@@ -74,7 +74,7 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     chosen = precision.choose(config.hardware, world.device)
     saved = checkpoint.load(run_dir.resume_from) if run_dir.resume_from else None
     torch.manual_seed(seed)  # a data set that is drawn when it is made must be the same on every rank
-    recipe = request.recipe(request.options)
+    recipe = request.instance or request.recipe(request.options)
     if request.smoke:
         recipe.smoke()
     data, validation = recipe.dataset("train"), recipe.dataset("val")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from . import checkpoint, loader, trackers
 from .distributed import RunFailed, StopSignals, World
-from .evaluate import Evaluator
+from .evaluate import EvaluationFailed, Evaluator
 from .flags import Request
 from .loss import LossSums, Objective
 from .parallel import Replica
@@ -30,12 +30,14 @@ from .stream import Slice, Stream
 
 OUT_OF_MEMORY = 1000
 """A stop request more urgent than any signal's number."""
+FP16_OVERFLOWS = 20
+"""Skipped steps that do not count as bad in fp16: its scale starts too high and is halved by each of them."""
 FinishedMicroBatch = tuple[Slice, Tensor, float | Tensor, dict[str, Tensor]]
 """Samples, and the total, weight and logs of their loss."""
 
 
 class Diverged(RunFailed):
-    """The gradient has not been finite for too many steps in a row."""
+    """The gradient was not finite in too many steps, in a row or of all."""
 
 
 class NotSaved(RunFailed):
@@ -140,8 +142,8 @@ class Trainer:
                 with nullcontext() if micro.last else self.replica.no_sync():
                     with self.precision.autocast:
                         total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices, per_sample)
-                    loss = self.normalizer.scale(total, weight, len(micro.indices))
-                    (loss if self.precision.scaler is None else loss * self.precision.scaler.scale).backward()
+                    scale = self.precision.scaler.scale if self.precision.scaler else 1.0
+                    self.normalizer.scale(total, weight, len(micro.indices), scale).backward()
                 finished.append((micro.samples, total.detach(), weight, logs))
         except torch.OutOfMemoryError:
             if self.setup.sync_bn:
@@ -187,8 +189,11 @@ class Trainer:
         self._logged_at, self._logged_step = time.perf_counter(), progress.step
         self.model.train()
         with self.signals:
-            if self._resumes_own_folder() and progress.step < n_steps:
-                self._sample_and_score()  # a run that was killed in the middle of it has some left
+            if self._resumes_own_folder():
+                if self.world.is_main:
+                    self.sampler.discard_after(progress.step)
+                if progress.step < n_steps:
+                    self._sample_and_score()  # a run that was killed in the middle of it has some left
             while progress.step < n_steps and stopped_by is None:
                 self.train_step()
                 progress.step += 1
@@ -273,21 +278,28 @@ class Trainer:
         if not self.bad_samples_searched:
             self.bad_samples_searched = True
             samples = self.stream.batch(first, self.world.rank, self.world.size)
-            found = self.evaluator.nonfinite_samples(self.setup.data, samples)
-            numbers = ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8)
-            text += f"; samples with a loss that is not finite by themselves: {numbers or 'none'}"
+            text += f"; samples with a loss that is not finite by themselves: {self._bad_samples(samples)}"
         self.say(text)
         advice = f"lower --lr, set --clip_grad, or look at the data. The weights are those of before: {self.folder}"
         if in_row >= optim.max_bad_steps:
             raise Diverged(f"the gradient was not finite in the last {in_row} steps (up to step {step}); {advice}")
-        if skipped == step == self.setup.batching.n_steps or skipped >= max(5, optim.max_bad_share * step):
+        counted = skipped - (FP16_OVERFLOWS if self.precision.scaler else 0)
+        too_many = counted >= 5 and counted > optim.max_bad_share * step
+        if too_many or skipped == step == self.setup.batching.n_steps:
             raise Diverged(
                 f"the gradient was not finite in {skipped} of {step} steps, more than --max_bad_share "
                 f"{optim.max_bad_share:g} allows; {advice}"
             )
 
+    def _bad_samples(self, samples: Slice) -> str:
+        try:
+            found = self.evaluator.nonfinite_samples(self.setup.data, samples)
+        except EvaluationFailed as error:
+            return f"could not be searched ({error})"
+        return ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8) or "none"
+
     def check_ranks(self, **facts: float | str | None) -> None:
-        """Raise OutOfLockstep unless the ranks agree in weights, samples used and `facts`."""
+        """Raise OutOfLockstep unless the ranks agree in all tensors, in the samples used and in `facts`."""
         used, self.samples_used = self.samples_used, []
         self.watch.check(self.progress.step, used, **facts)
 
@@ -331,6 +343,7 @@ class Trainer:
             if every and (step % every == 0 or (at_end and step >= every)):
                 values, note = self.sampler.score(step)
                 self.trackers.log(step, values)
+                self.sampler.record_score(step, values)
                 if note:
                     self.say(note)
 

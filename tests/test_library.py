@@ -64,7 +64,7 @@ def test_fit_raises_and_never_exits(tmp_path: Path) -> None:
         lockstep.fit(tiny.Tiny, poison_from=0, max_bad_steps=3, device="cpu", out=out)
 
 
-def test_fit_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+def test_fit_restores_the_default_dtype(tmp_path: Path) -> None:
     lockstep.fit(tiny.Plain, n_steps=2, precision="fp64", device="cpu", out=str(tmp_path / "run"))
     assert torch.get_default_dtype() == torch.float32
 
@@ -84,3 +84,24 @@ def test_a_capability_is_implemented_whole() -> None:
 
     with pytest.raises(TypeError, match="predict_dataset"):
         Mine()  # type: ignore[abstract]
+
+
+def test_fit_trains_the_very_instance(tmp_path: Path) -> None:
+    class Given(tiny.Plain):
+        def __init__(self, points: int):
+            super().__init__()
+            self.points = points
+
+        def dataset(self, split: str) -> tiny.Points:
+            return tiny.Points(self.points)
+
+    outcome = lockstep.fit(Given(40), n_steps=5, batch_size=8, device="cpu", out=str(tmp_path / "run"))
+    assert outcome.step == 5 and "5 steps = 1.00 epochs" in (tmp_path / "run/receipt.json").read_text()
+
+
+def test_fit_resumes_the_newest_run_with_its_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = lockstep.fit(tiny.Plain, n_steps=4, lr=0.5, device="cpu")
+    again = lockstep.fit(tiny.Plain, n_steps=6, resume="auto", device="cpu")
+    assert again.folder == first.folder and again.step == 6
+    assert "0.5, constant" in (again.folder / "receipt.json").read_text()

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,54 +19,72 @@ from lockstep.distributed import World
 from lockstep.rundir import open_run_dir
 from lockstep.runlock import RunLock, start_time
 
+Acquire = Callable[[Path], RunLock]
+
+
+@pytest.fixture
+def acquire() -> Iterator[Acquire]:
+    """Locks that are released after the test: each has a thread."""
+    locks: list[RunLock] = []
+
+    def acquire(folder: Path) -> RunLock:
+        lock = RunLock(folder)
+        lock.acquire()
+        locks.append(lock)
+        return lock
+
+    yield acquire
+    for lock in locks:
+        lock.release()
+
 
 def held_by(folder: Path, **holder: object) -> None:
     own = {"host": socket.gethostname(), "pid": os.getpid(), "started": start_time(os.getpid())}
+    own["machine"] = runlock._machine()
     (folder / ".lock").write_text(json.dumps({**own, **holder}))
 
 
-def test_a_folder_in_use_is_refused_and_the_process_named(tmp_path: Path) -> None:
-    first = RunLock(tmp_path)
-    first.acquire()
+def test_a_folder_in_use_is_refused_and_the_process_named(tmp_path: Path, acquire: Acquire) -> None:
+    first = acquire(tmp_path)
     with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on {socket.gethostname()}"):
-        RunLock(tmp_path).acquire()
+        acquire(tmp_path)
     first.release()
-    again = RunLock(tmp_path)
-    again.acquire()
-    again.release()
+    acquire(tmp_path).release()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lock_of_a_process_that_has_ended_is_replaced(tmp_path: Path) -> None:
+def test_the_lock_of_a_process_that_has_ended_is_replaced(tmp_path: Path, acquire: Acquire) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     held_by(tmp_path, pid=ended.pid)
-    RunLock(tmp_path).acquire()
+    acquire(tmp_path)
 
 
-def test_a_process_that_reuses_the_number_does_not_hold_the_lock(tmp_path: Path) -> None:
+def test_a_process_that_reuses_the_number_does_not_hold_the_lock(tmp_path: Path, acquire: Acquire) -> None:
     held_by(tmp_path, started="1")
-    RunLock(tmp_path).acquire()
+    acquire(tmp_path)
 
 
-def test_a_zombie_holds_no_lock(tmp_path: Path) -> None:
+def test_a_zombie_holds_no_lock(tmp_path: Path, acquire: Acquire) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     held_by(tmp_path, pid=child.pid, started=start_time(child.pid))
     with pytest.raises(ValueError, match="in use"):
-        RunLock(tmp_path).acquire()
+        acquire(tmp_path)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected its status
-    RunLock(tmp_path).acquire()
+    acquire(tmp_path)
     child.wait()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"host": "a"}', "\x00"])
-def test_a_damaged_lock_is_replaced(tmp_path: Path, content: str) -> None:
+def test_a_damaged_lock_is_replaced(tmp_path: Path, acquire: Acquire, content: str) -> None:
     (tmp_path / ".lock").write_text(content)
-    RunLock(tmp_path).acquire()
+    acquire(tmp_path)
 
 
-def test_the_lock_of_another_host_counts_while_it_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_another_host_counts_while_it_is_touched(
+    tmp_path: Path, acquire: Acquire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runlock, "STALE_SECONDS", 1.0)
     held_by(tmp_path, host="elsewhere")
     done = threading.Event()
@@ -78,11 +97,11 @@ def test_the_lock_of_another_host_counts_while_it_is_touched(tmp_path: Path, mon
     thread.start()
     try:
         with pytest.raises(ValueError, match="on elsewhere"):
-            RunLock(tmp_path).acquire()
+            acquire(tmp_path)
     finally:
         done.set()
         thread.join()
-    RunLock(tmp_path).acquire()  # nobody touches it any more
+    acquire(tmp_path)  # nobody touches it any more
 
 
 def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path: Path) -> None:
@@ -122,3 +141,27 @@ def test_a_failed_run_lets_go_of_the_lock(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="fewer than the global batch"):
         lockstep.fit(tiny.Plain, batch_size=5000, device="cpu", out=out)
     lockstep.fit(tiny.Plain, n_steps=2, device="cpu", out=out)
+
+
+def test_a_lock_that_cannot_be_made_or_removed_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ValueError, match="cannot lock"):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_process_of_another_container_is_not_looked_up(
+    tmp_path: Path, acquire: Acquire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runlock, "STALE_SECONDS", 0.5)
+    held_by(tmp_path, machine="another", started="1")
+    waited = threading.Thread(target=lambda: acquire(tmp_path))
+    waited.start()
+    waited.join()
+    assert json.loads((tmp_path / ".lock").read_text())["machine"] == runlock._machine()
+
+
+def test_a_lock_that_was_lost_is_left_to_its_new_holder(tmp_path: Path, acquire: Acquire) -> None:
+    lock = acquire(tmp_path)
+    held_by(tmp_path, host="elsewhere")
+    lock.release()
+    assert json.loads((tmp_path / ".lock").read_text())["host"] == "elsewhere"

@@ -123,3 +123,24 @@ def test_a_score_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     run.recipe.score = fail  # type: ignore[method-assign]
     assert run.fit().step == 8
     assert (tmp_path / "log.txt").read_text().count("the score failed: rank 0: RuntimeError") == 2
+
+
+def test_what_lies_after_the_checkpoint_is_made_and_logged_again(tmp_path: Path) -> None:
+    """Killed at step 7, resumed from the checkpoint of step 3 with another rate: samples and score of 4 are others."""
+    flags = [*FLAGS[:2], "--save_every", "3", "--log_every", "1", "--sample_every", "4", "--out", str(tmp_path)]
+    run = trainer(World(), "Generating", flags)
+    step = run.train_step
+
+    def killed() -> None:
+        if run.progress.step == 5:
+            raise KeyboardInterrupt
+        step()
+
+    run.train_step = killed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.fit()
+    before = (tmp_path / "samples/step-00000004-few-plain.txt").read_text()
+    assert [line["step"] for line in lines(tmp_path) if "quality" in line] == [4]
+    trainer(World(), "Generating", ["--resume", str(tmp_path), "--lr", "0.5"]).fit()
+    assert (tmp_path / "samples/step-00000004-few-plain.txt").read_text() != before
+    assert [line["step"] for line in lines(tmp_path) if "quality" in line] == [4, 8]

@@ -29,7 +29,7 @@ class Watch:
         """Time spent on checks so far."""
 
     def check(self, step: int, used: list[Slice], **facts: Any) -> None:
-        """Raise OutOfLockstep on all ranks if they differ in weights or `facts`, or a sample was not used once.
+        """Raise OutOfLockstep on all ranks if they differ in `replicated` or `facts`, or a sample was not used once.
 
         `used`: the samples that went through this rank's model since the last check.
         """
@@ -49,7 +49,7 @@ class Watch:
         tensors = [rank["tensors"] for rank in ranks]
         if difference := differing(tensors):
             name, count, _ = difference
-            wrong = minority([rank[name] for rank in tensors])
+            wrong = minority([rank.get(name) for rank in tensors])
             numbers = ", ".join(map(str, wrong))
             which = f"those of rank {numbers} are not those of the others" if wrong else "no majority shows which"
             return f"at step {step} the ranks no longer hold the same tensors: {count} differ, first {name}; {which}"

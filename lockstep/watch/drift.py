@@ -1,8 +1,8 @@
-"""Replicas hold the same tensors, to the bit: compared by a checksum of each that depends on the place of every word.
+"""Replicas hold the same tensors, to the bit: each is compared by a checksum in which the position of a word counts.
 
 A tensor's bytes are read as 32-bit words. Each block of words is multiplied by fixed pseudo-random 64-bit weights, one
 for each position, and added up modulo 2^64; the sums of the blocks are mixed with the number of the block and added
-up. Words that change places, rows that are reversed and the same bit flipped in two words all change the checksum; two
+up. Words that are swapped, rows that are reversed and the same bit flipped in two words all change the checksum; two
 different tensors have the same one with a probability of about 2^-32. It is the same on CPU and GPU.
 """
 
@@ -105,14 +105,15 @@ def _weights_on(device: torch.device) -> Tensor:
 
 def differing(ranks: list[dict[str, int]]) -> tuple[str, int, int] | None:
     """Return the first tensor that is not equal on all ranks, how many there are, and the first rank that differs."""
-    wrong = [name for name, value in ranks[0].items() if any(other[name] != value for other in ranks[1:])]
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    wrong = [name for name in names if any(other.get(name) != ranks[0].get(name) for other in ranks[1:])]
     if not wrong:
         return None
     name = wrong[0]
-    return name, len(wrong), next(r for r, other in enumerate(ranks) if other[name] != ranks[0][name])
+    return name, len(wrong), next(r for r, other in enumerate(ranks) if other.get(name) != ranks[0].get(name))
 
 
-def minority(values: list[int]) -> list[int]:
+def minority(values: list[int | None]) -> list[int]:
     """Return the ranks whose value is not that of more than half of them; none if no value has such a majority."""
     value, count = Counter(values).most_common(1)[0]
     return [rank for rank, other in enumerate(values) if other != value] if 2 * count > len(values) else []
