@@ -98,7 +98,7 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
     state = TrainState(model, _update(setup, model), emas, ledger, progress, world)
     own_statistics = set(dict(model.named_buffers())) if parallel.has_batch_norm(model) and not sync_bn else set()
-    watch = Watch(world, lambda: state.replicated(own_statistics), ledger)
+    watch = Watch(world, lambda everything: state.replicated(own_statistics, everything), ledger)
     if saved:
         _check_same_run(saved, seed, size)
         state.restore(saved)

@@ -98,9 +98,13 @@ class TrainState:
         if update.scaler is not None:
             self._numbers["scaler"] = update.scaler
 
-    def replicated(self, own: set[str]) -> dict[str, Tensor]:
-        """Return, by "<part>/<name>", the tensors that must be equal on every rank: all but the names in `own`."""
-        parts = {name: part.state_dict() for name, part in self._tensors.items() if name != "rng"}
+    def replicated(self, own: set[str], everything: bool) -> dict[str, Tensor]:
+        """Return, by "<part>/<name>", the tensors that must be equal on every rank: all but the names in `own`.
+
+        Unless `everything` is asked for, only the model's.
+        """
+        chosen = [name for name in self._tensors if name == "model" or (everything and name != "rng")]
+        parts = {name: self._tensors[name].state_dict() for name in chosen}
         return {
             name if part == "model" else f"{part}/{name}": tensor
             for part, tensors in parts.items()

@@ -298,10 +298,10 @@ class Trainer:
             return f"could not be searched ({error})"
         return ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8) or "none"
 
-    def check_ranks(self, **facts: float | str | None) -> None:
+    def check_ranks(self, everything: bool = False, **facts: float | str | None) -> None:
         """Raise OutOfLockstep unless the ranks agree in all tensors, in the samples used and in `facts`."""
         used, self.samples_used = self.samples_used, []
-        self.watch.check(self.progress.step, used, **facts)
+        self.watch.check(self.progress.step, used, everything, **facts)
 
     @contextmanager
     def _not_timed(self) -> Iterator[None]:
@@ -349,7 +349,7 @@ class Trainer:
 
     def _save(self, final: bool = False) -> None:
         """Copy everything off the device and write it in the background. Every rank calls this."""
-        self.check_ranks()  # what is saved is right, and the ledger is at the same step as the weights
+        self.check_ranks(everything=True)  # what is saved is right, and the ledger is at the step of the weights
         tensors, numbers = self.state.capture()
         is_best, self.progress.new_best = self.progress.new_best, False
         if not self.world.is_main:

@@ -1,5 +1,6 @@
 """Every benchmark runs, at a tiny size."""
 
+import json
 import os
 import re
 import subprocess
@@ -26,3 +27,15 @@ def test_watching_prints_the_cost_of_probes_and_checks() -> None:
     assert re.fullmatch(r"a step of dit: \d+\.\d ms", step)
     assert re.fullmatch(r"the audit's probes: -?\d+\.\d\d % of a step \(claimed: below 5 %\)", audit)
     assert re.fullmatch(r"the checks of every run: \d+\.\d{3} % \(claimed: below 0.5 %\)", check)
+
+
+@pytest.mark.slow
+def test_step_prints_the_ratio_to_a_step_written_by_hand() -> None:
+    result = json.loads(printed("step.py", "--steps", "1"))
+    assert result["device"] == "cpu" and result["ratio"] > 0 and result["images_per_second"] > 0
+    assert set(result["seconds"]) == {"lockstep", "by hand", "lockstep again"}
+
+
+def test_every_benchmark_has_a_test_here() -> None:
+    for path in BENCHMARKS.glob("*.py"):
+        assert f'printed("{path.name}"' in Path(__file__).read_text(), path.name

@@ -9,20 +9,21 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 DTYPES += [torch.complex64, torch.complex128]
 
 
-def one(tensor: torch.Tensor) -> int:
-    return checksums({"t": tensor})["t"]
+def one(tensor: torch.Tensor, positions: bool = True) -> int:
+    return checksums({"t": tensor}, positions)["t"]
 
 
+@pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (8,), (5, 7), (16, 16), (1 << 20,)])
-def test_one_element_that_changes_is_noticed(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_one_element_that_changes_is_noticed(dtype: torch.dtype, shape: tuple[int, ...], positions: bool) -> None:
     torch.manual_seed(0)
     tensor = torch.randint(0, 2, shape).to(dtype)
-    assert one(tensor) == one(tensor.clone())
+    assert one(tensor, positions) == one(tensor.clone(), positions)
     for position in (0, tensor.numel() // 2, tensor.numel() - 1):
         other = tensor.clone()
         other.view(-1)[position] = not other.view(-1)[position]
-        assert one(other) != one(tensor)
+        assert one(other, positions) != one(tensor, positions)
 
 
 def test_layout_does_not_count() -> None:
@@ -32,14 +33,15 @@ def test_layout_does_not_count() -> None:
     assert one(square.t()) == one(square.t().contiguous())
 
 
+@pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize("size", [4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128])
-def test_signs_that_change_together_are_noticed(dtype: torch.dtype, size: int) -> None:
+def test_signs_that_change_together_are_noticed(dtype: torch.dtype, size: int, positions: bool) -> None:
     tensor = torch.ones(size, dtype=dtype)
-    for places in ([1, 3], [0, 2], [0, 1, 2, 3]):
+    for elements in ([1, 3], [0, 2], [0, 1, 2, 3]):
         other = tensor.clone()
-        other[places] *= -1
-        assert one(other) != one(tensor)
+        other[elements] *= -1
+        assert one(other, positions) != one(tensor, positions)
 
 
 def test_many_together_are_as_each_alone_and_in_order() -> None:
@@ -54,7 +56,7 @@ def test_many_together_are_as_each_alone_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("size", [6, 100, 20_000, 70_001])
-def test_words_that_change_places_are_noticed(size: int) -> None:
+def test_words_that_change_elements_are_noticed(size: int) -> None:
     torch.manual_seed(0)
     rows = torch.randn(size // 2, 2)
     changed = {

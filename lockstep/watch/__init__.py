@@ -20,21 +20,26 @@ class OutOfLockstep(RunFailed):
 class Watch:
     """Compares the ranks whenever values are logged; in between it costs nothing."""
 
-    def __init__(self, world: World, replicated: Callable[[], dict[str, Tensor]], ledger: Ledger):
+    def __init__(self, world: World, replicated: Callable[[bool], dict[str, Tensor]], ledger: Ledger):
         self.world = world
         self.replicated = replicated
-        """Returns the tensors that must be equal on every rank."""
+        """replicated(everything): the tensors that must be equal on every rank, or of them only the model's."""
         self.ledger = ledger
         self.seconds = 0.0
         """Time spent on checks so far."""
 
-    def check(self, step: int, used: list[Slice], **facts: Any) -> None:
+    def check(self, step: int, used: list[Slice], everything: bool = False, **facts: Any) -> None:
         """Raise OutOfLockstep on all ranks if they differ in `replicated` or `facts`, or a sample was not used once.
 
-        `used`: the samples that went through this rank's model since the last check.
+        `used`: the samples that went through this rank's model since the last check. `everything`: compare averages and
+        optimizer state too, which takes several times as long.
         """
         started = time.perf_counter()
-        own = {"tensors": checksums(self.replicated()), "facts": {"step": step, **facts}, "used": tally_epochs(used)}
+        own = {
+            "tensors": checksums(self.replicated(everything)),
+            "facts": {"step": step, **facts},
+            "used": tally_epochs(used),
+        }
         ranks = self.world.gather(own)
         problem = self.world.broadcast(self._problem(step, ranks) if self.world.is_main else None)
         self.seconds += time.perf_counter() - started

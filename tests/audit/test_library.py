@@ -85,7 +85,7 @@ FAILING = {
 def test_a_probe_that_fails_does_not_end_the_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str
 ) -> None:
-    monkeypatch.setattr(f"lockstep.audit.probes.{function}", lambda tensors: 1 / 0)
+    monkeypatch.setattr(f"lockstep.audit.probes.{function}", lambda *_, **__: 1 / 0)
     recorder = Recorder(tmp_path, 0)
     patches = probes.install(recorder)
     try:
@@ -106,7 +106,7 @@ def test_a_probe_that_fails_does_not_end_the_script(
 
 
 def test_watch_warns_of_a_probe_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.audit.probes.training.sample_hashes", lambda tensors: 1 / 0)
+    monkeypatch.setattr("lockstep.audit.probes.training.sample_hashes", lambda *_, **__: 1 / 0)
     with pytest.warns(UserWarning, match=r"a probe failed.*Training._inputs"), watch(raises=False):
         model = nn.Linear(2, 1)
         torch.optim.SGD(model.parameters(), 0.1)

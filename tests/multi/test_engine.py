@@ -115,7 +115,7 @@ def test_replicas_that_drift_apart_are_found_and_named(ranks, tmp_path: Path) ->
 
 
 def corrupted(world: World, flags: list[str], what: str) -> str:
-    """One bit of one rank's averages or optimizer state flips right before a check."""
+    """One bit of one rank's averages or optimizer state flips right before a checkpoint."""
     run = trainer(world, "Tiny", ["--ema_decay", "0.9", *flags])
     step = run.train_step
 
@@ -138,7 +138,7 @@ def corrupted(world: World, flags: list[str], what: str) -> str:
     ("what", "name"), [("optimizer", "optimizer/2.weight/exp_avg_sq"), ("ema", "ema-0.9/2.weight")]
 )
 def test_a_bit_that_flips_in_averages_or_optimizer_is_found(ranks, tmp_path: Path, what: str, name: str) -> None:
-    flags = ["--global_batch_size", "24", "--out", str(tmp_path / "run")]
+    flags = ["--global_batch_size", "24", "--save_every", "10", "--out", str(tmp_path / "run")]
     messages = ranks(3)(corrupted, flags, what)
     expected = f"1 differ, first {name}; those of rank 1 are not those of the others"
     assert all(expected in text for text in messages), messages

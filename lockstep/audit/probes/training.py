@@ -159,9 +159,6 @@ class Training:
         self.context.optimizers.append(WatchedOptimizer(optimizer, number))
         self.context.roots()
         self.recorder.write(events.OptimizerInit(number))
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.is_cuda]
-        if parameters:  # the first checksum on a GPU loads kernels, for half as long as a step: here it delays none
-            self.context.checksums({str(n): parameter for n, parameter in enumerate(parameters)})
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched = self._watched(optimizer)
