@@ -147,7 +147,7 @@ class Known:
     """By name, whether it is a boolean."""
     aliases: Mapping[str, str]
     removed: frozenset[str]
-    """Options of older versions; a YAML file may hold them."""
+    """Options of older versions; the config.yaml of an old run may hold them."""
 
     @classmethod
     def of(cls, recipe: type[Recipe], target: type) -> "Known":
@@ -193,8 +193,6 @@ def _from_mapping(mapping: Mapping[str, Any], known: Known, source: str) -> list
     flags: list[Flag] = []
     for key, value in _leaves(mapping, known):
         name = known.canonical(key)
-        if name in known.removed:
-            continue
         if name not in known.flags:
             raise ValueError(f"{source}: there is no setting {key!r}{nearest(name, known.flags)}")
         if known.flags[name]:
@@ -235,13 +233,21 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     return content or {}
 
 
+def _read_config(path: Path, known: Known) -> Mapping[str, Any]:
+    """Return the settings of a file; of a run's own config.yaml without options that no longer exist."""
+    settings = read_yaml(path)
+    if path.name == "config.yaml" and (path.parent / "receipt.json").is_file():
+        return {key: value for key, value in settings.items() if key not in known.removed}
+    return settings
+
+
 def _files(
     recipe: type[Recipe], typed: list[Flag], known: Known, find_config: FindConfig
 ) -> tuple[list[list[Flag]], list[Flag]]:
     """Return the layers that the command line names: those of preset and resumed run, and that of the config file."""
     values = {name: words[0].partition("=")[2] if "=" in words[0] else " ".join(words[1:]) for name, words in typed}
     layers = []
-    file = read_yaml(Path(values["config"])) if values.get("config") else {}
+    file = _read_config(Path(values["config"]), known) if values.get("config") else {}
     preset = values.get("preset") or file.get("preset")
     if preset:
         if preset not in recipe.presets:
@@ -251,7 +257,7 @@ def _files(
     both = {**file, **values}
     resume = both.get("resume")
     if resume and (resumed := find_config(resume, both.get("out"), recipe.name)):
-        layers.append(_from_mapping(read_yaml(resumed), known, str(resumed)))
+        layers.append(_from_mapping(_read_config(resumed, known), known, str(resumed)))
     return layers, _from_mapping(file, known, values.get("config", ""))
 
 

@@ -8,6 +8,7 @@ import yaml
 
 from lockstep.batching import Batching
 from lockstep.flags import ALIASES, Request, parse
+from lockstep.registry import find, installed
 
 
 def request(*flags: str) -> Request:
@@ -170,6 +171,15 @@ def test_a_bomb_of_yaml_aliases_is_refused_at_once(tmp_path: Path) -> None:
         request("--config", file(tmp_path, bomb))
 
 
+def test_an_option_that_was_removed_is_an_error_but_in_the_config_of_an_old_run(tmp_path: Path) -> None:
+    vision = find("vision")
+    (tmp_path / "config.yaml").write_text("batch_size: 5\ndata_form: auto\n")
+    with pytest.raises(ValueError, match="there is no setting 'data_form'"):
+        parse(vision, ["--config", str(tmp_path / "config.yaml")], "test")
+    (tmp_path / "receipt.json").write_text("{}")
+    assert parse(vision, ["--config", str(tmp_path / "config.yaml")], "test").train.data.batch_size == 5
+
+
 def test_smoke_caps_steps_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_SMOKE", "3")
     got = request("--n_steps", "100", "--global_batch_size", "512")
@@ -199,8 +209,6 @@ def test_every_flag_is_documented_and_unique() -> None:
 
 
 def test_presets_and_defaults_of_all_recipes_parse() -> None:
-    from lockstep.registry import find, installed
-
     for name in installed():
         recipe = find(name)
         for preset in recipe.presets:

@@ -366,8 +366,6 @@ def test_the_guides_config_is_understood(tmp_path: Path) -> None:
     request = parse(VisionRecipe, ["--config", str(config)], "test")
     assert request.train.hardware.distributed and request.options.log_level == "INFO"
     assert request.train.data.gradient_accumulation_steps == 0
-    config.write_text("input: images\ndata_form: auto\n")  # options of older versions
-    assert not hasattr(parse(VisionRecipe, ["--config", str(config)], "test").options, "input")
     config.write_text("ddp:\n  enabled: true\n  loglevel: INFO\n")
     with pytest.raises(ValueError, match=r"there is no setting 'ddp.loglevel'"):
         parse(VisionRecipe, ["--config", str(config)], "test")
