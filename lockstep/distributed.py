@@ -7,23 +7,31 @@ again. Without that environment the world has one rank, and every collective her
 import gc
 import os
 import signal
+import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import rendezvous
+from .rendezvous import RendezvousError as RendezvousError
+
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _FAILED = "lockstep/failed"
 _failures: dist.Store | None = None
+STORE_SECONDS = 10.0
+"""How long the store may take to answer when a rank has failed."""
+Answer = TypeVar("Answer")
 
 
 class RunFailed(RuntimeError):
@@ -31,10 +39,6 @@ class RunFailed(RuntimeError):
 
     details = ""
     """A traceback, where the cause is in a recipe's code."""
-
-
-class RendezvousError(ValueError):
-    """This rank cannot connect to the others; every machine reports its own reason."""
 
 
 @dataclass
@@ -109,12 +113,47 @@ def first_to_fail() -> bool:
             threading.Event().wait(20)  # the launcher ends all ranks at the first exit: local rank 0 prints and exits
         return True  # still running: no rank has exited, so perhaps none has printed
     try:
-        first = _failures.add(_FAILED, 1) == 1
-    except Exception:  # the store was in the process that failed first
-        return False
+        first = answer_within(STORE_SECONDS, partial(_failures.add, _FAILED, 1)) == 1
+    except TimeoutError:
+        return _first_on_machine()
+    except Exception:  # the store was in the process that failed first, or the machine with it is gone
+        return not rendezvous.on_one_machine() and _first_on_machine()
     if not first:
         threading.Event().wait(2)  # again: the rank that prints exits first
     return first
+
+
+def _first_on_machine() -> bool:
+    """Say that the store is out of reach, and return whether this rank speaks for its machine: local rank 0 does."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        threading.Event().wait(3)  # the launcher ends all ranks at the first exit
+        return False
+    _print_error(f"the store at {rendezvous.address()} does not answer: that machine, or the network to it, is down")
+    return True
+
+
+def answer_within(seconds: float, call: Callable[[], Answer]) -> Answer:
+    """Return the answer of the store; TimeoutError after `seconds`. Over a cut connection a call never returns."""
+    answer: Future[Answer] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="lockstep-store-call", daemon=True).start()
+    while seconds > 0:  # second by second: time during which this process was stopped (Ctrl-Z) does not count
+        with suppress(TimeoutError):
+            return answer.result(min(seconds, 1.0))
+        seconds -= 1.0
+    raise TimeoutError(f"no answer from the store at {rendezvous.address()}")
+
+
+def _print_error(text: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(f"lockstep: rank {os.environ['RANK']}: {text}\n")
+        sys.stderr.flush()
 
 
 def lost_contact(error: Exception) -> str | None:
@@ -186,62 +225,20 @@ def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank or 0))
     own_device = pick_device(device, local_rank)
     on_gpu, limit = own_device.type == "cuda", timedelta(seconds=timeout)
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    try:
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
-        store.set_timeout(limit)
-        store = _fresh_store(store, rank, size, timeout)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with rendezvous.explained(timeout):
+        rendezvous.choose_interface()
+        store = rendezvous.open_store(rank, size, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit,
             device_id=own_device if on_gpu else None,
         )  # fmt: skip
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise RendezvousError(_explain(error, address, timeout)) from None
-    cpu_group = dist.new_group(backend="gloo", timeout=limit) if size > 1 else None
+        cpu_group = dist.new_group(backend="gloo", timeout=limit) if size > 1 else None
     if size > 1:
         global _failures
         _failures = store
-        _start_failure_monitor(store.clone())  # type: ignore[attr-defined]
+        _start_failure_monitor(store.clone(), timeout)  # type: ignore[attr-defined]
     return World(rank, size, local_rank, own_device, "nccl" if on_gpu else "gloo", cpu_group)
-
-
-def _fresh_store(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
-    """Return a view of the store under a prefix that only the processes running now know.
-
-    torchrun's agent keeps its store when workers are restarted or a node joins, and nodes do not even agree on how
-    often that has happened. So rank 0 makes up a prefix and sends it to each rank that asks, until all have confirmed
-    it; keys left in the store by processes that have exited confirm nothing.
-    """
-    if rank > 0:
-        request = uuid.uuid4().hex
-        store.set(f"lockstep/request/{rank}", request)
-        prefix = store.get(f"lockstep/prefix/{request}").decode()
-        store.set(f"lockstep/{prefix}/joined/{rank}", "")
-        return dist.PrefixStore(f"lockstep/{prefix}", store)
-    prefix, missing, answered = uuid.uuid4().hex, set(range(1, size)), set()
-    pause, deadline = threading.Event(), time.monotonic() + timeout
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"lockstep/{prefix}/joined/{other}"]):
-                missing.discard(other)
-            elif store.check([f"lockstep/request/{other}"]):
-                request = store.get(f"lockstep/request/{other}").decode()
-                if request not in answered:
-                    answered.add(request)
-                    store.set(f"lockstep/prefix/{request}", prefix)
-        if missing and time.monotonic() > deadline:
-            raise dist.DistStoreError(f"missing: rank {', '.join(str(r) for r in sorted(missing))}")
-        pause.wait(0.01)
-    return dist.PrefixStore(f"lockstep/{prefix}", store)
-
-
-def _explain(error: Exception, address: str, timeout: float) -> str:
-    if "EADDRINUSE" in str(error) or "in use" in str(error):
-        return f"the port of {address} is in use; choose another with --master_port or MASTER_PORT"
-    return (
-        f"could not connect to the other ranks at {address} within {timeout:g} s (--timeout): are all "
-        f"{os.environ['WORLD_SIZE']} of them started, and can they reach that address? ({str(error).splitlines()[0]})"
-    )
 
 
 def disconnect(world: World) -> None:
@@ -267,10 +264,11 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _start_failure_monitor(store: dist.Store, period: float = 1.0, grace: float = 5.0) -> None:
+def _start_failure_monitor(store: dist.Store, timeout: float, period: float = 1.0, grace: float = 5.0) -> None:
     """Start a thread that exits this process when another rank has failed: the main thread may hang in a collective.
 
-    If the agent that started this process is gone, nothing would ever stop or restart it: that requests a stop.
+    It exits too when the store has not answered for `timeout` seconds. If the agent that started this process is gone,
+    nothing would ever stop or restart it: that requests a stop.
     """
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -282,11 +280,25 @@ def _start_failure_monitor(store: dist.Store, period: float = 1.0, grace: float 
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             try:
-                if store.check([_FAILED]):
+                if answer_within(timeout, partial(store.check, [_FAILED])):
                     pause.wait(grace)
                     os._exit(1)
                 unreachable = 0
+            except TimeoutError:
+                _exit_cut_off(timeout)
             except Exception:
                 unreachable += 1
 
     threading.Thread(target=monitor, name="lockstep-failure-monitor", daemon=True).start()
+
+
+def _exit_cut_off(timeout: float) -> NoReturn:
+    """Exit because the store does not answer: this machine is cut off from the one that has it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        _print_error(
+            f"the store at {rendezvous.address()} has not answered for {timeout:g} s (--timeout): that machine, or the "
+            "network to it, is down; resume the run from its last checkpoint"
+        )
+    else:
+        threading.Event().wait(3)  # local rank 0 prints, and the launcher ends all ranks at the first exit
+    os._exit(1)

@@ -6,11 +6,14 @@ import signal
 import sys
 import tempfile
 import uuid
+from datetime import timedelta
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from .rendezvous import LOOPBACK, loopback_store
 
 REQUEUE = 75
 """Exit status of a run that a scheduler's signal stopped and that can go on: EX_TEMPFAIL of sysexits.h."""
@@ -35,15 +38,17 @@ def start(nproc: int, command: list[str], max_restarts: int = 0, grace: int = 12
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks print what went wrong
+    store = loopback_store(LOOPBACK, 0, timedelta(seconds=60))  # the agent shares it: it is that of its port
     with tempfile.TemporaryDirectory(prefix="lockstep-") as logs:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            rdzv_backend="static",
+            rdzv_endpoint=f"{LOOPBACK}:{store.port}",
+            rdzv_configs={"rank": 0},
+            local_addr=LOOPBACK,
             max_restarts=max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
             signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
