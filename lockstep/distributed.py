@@ -7,6 +7,7 @@ again. Without that environment the world has one rank, and every collective her
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -124,12 +125,33 @@ def first_to_fail() -> bool:
 
 
 def _first_on_machine() -> bool:
-    """Say that the store is out of reach, and return whether this rank speaks for its machine: local rank 0 does."""
+    """Report that the store is out of reach, and return whether this rank does so for its machine: local rank 0."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         threading.Event().wait(3)  # the launcher ends all ranks at the first exit
         return False
-    _print_error(f"the store at {rendezvous.address()} does not answer: that machine, or the network to it, is down")
+    _report_cut_off("does not answer")
     return True
+
+
+def _report_cut_off(how: str) -> None:
+    """Print that the store is out of reach, and see to it that the launcher ends too."""
+    with suppress(OSError):
+        sys.stderr.write(
+            f"lockstep: rank {os.environ['RANK']}: the store at {rendezvous.address()} {how}: that machine, or the "
+            "network to it, is down; resume the run from its last checkpoint\n"
+        )
+        sys.stderr.flush()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _kill_if_hung(os.getppid())
+
+
+def _kill_if_hung(agent: int) -> None:
+    """Start a process that kills torchrun's agent unless it ends soon: its own store calls may never return either."""
+    text = "lockstep: torchrun waits for a store that does not answer, and is killed"
+    script = (
+        f'for _ in $(seq {STORE_SECONDS:.0f}); do sleep 1; kill -0 $0 2>/dev/null || exit 0; done; echo "{text}" >&2; '
+    )
+    subprocess.Popen(["sh", "-c", script + "kill -9 $0", str(agent)], start_new_session=True)
 
 
 def answer_within(seconds: float, call: Callable[[], Answer]) -> Answer:
@@ -150,19 +172,16 @@ def answer_within(seconds: float, call: Callable[[], Answer]) -> Answer:
     raise TimeoutError(f"no answer from the store at {rendezvous.address()}")
 
 
-def _print_error(text: str) -> None:
-    with suppress(OSError):
-        sys.stderr.write(f"lockstep: rank {os.environ['RANK']}: {text}\n")
-        sys.stderr.flush()
-
-
 def lost_contact(error: Exception) -> str | None:
     """Return a message if what failed is a collective: the cause is on another rank, a stack trace would mislead."""
     text = str(error)
     if not isinstance(error, dist.DistError | RuntimeError):
         return None
     if any(sign in text for sign in ("imed out", "imeout")):
-        return f"waited too long for another rank (--timeout): {text.splitlines()[0]}"
+        reason = text.splitlines()[0].rpartition("] ")[2]  # without the line of gloo's source
+        return (
+            f"waited too long for another rank (--timeout): {reason}; it hangs, or its machine or the network is down"
+        )
     gone = ("onnection closed", "onnection reset", "ocket closed", "roken pipe", "remote process exited")
     if any(sign in text for sign in gone):
         return "lost the connection to another rank, which has exited"
@@ -295,10 +314,7 @@ def _start_failure_monitor(store: dist.Store, timeout: float, period: float = 1.
 def _exit_cut_off(timeout: float) -> NoReturn:
     """Exit because the store does not answer: this machine is cut off from the one that has it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        _print_error(
-            f"the store at {rendezvous.address()} has not answered for {timeout:g} s (--timeout): that machine, or the "
-            "network to it, is down; resume the run from its last checkpoint"
-        )
+        _report_cut_off(f"has not answered for {timeout:g} s (--timeout)")
     else:
         threading.Event().wait(3)  # local rank 0 prints, and the launcher ends all ranks at the first exit
     os._exit(1)

@@ -109,12 +109,11 @@ def choose_interface() -> None:
     """
     existing = [name for _, name in socket.if_nameindex()]
     if chosen := os.environ.get(INTERFACE):
-        for name in chosen.split(","):
-            if name not in existing:
-                raise RendezvousError(
-                    f"{INTERFACE} is {chosen}, but this machine has {', '.join(existing)}; set it to the interface "
-                    "that reaches the other machines, or unset it"
-                )
+        if not set(chosen.split(",")) <= set(existing):
+            raise RendezvousError(
+                f"{INTERFACE} is {chosen}, but this machine has {', '.join(existing)}; set it to the interface that "
+                "reaches the other machines, or unset it"
+            )
     elif name := _loopback_interface(existing) if on_one_machine() else _interface_of(_own_address()):
         os.environ[INTERFACE] = name
 

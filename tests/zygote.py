@@ -2,9 +2,9 @@
 
 Most of what a short run costs is the import of torch, in each of its processes. `serve` answers the clients in
 folder/bin (see shim.py). A forked process goes on as a fresh interpreter would: words, folder, environment, open files,
-signals, `__main__`, exit status. What differs: modules are loaded already, the hash seed is the same in all of them,
-and the process is a child of the zygote. `os.getppid` returns the parent of the client, and folder/pids/N holds the
-process id that belongs to client N.
+network, signals, `__main__`, exit status. What differs: modules are loaded already, the hash seed is the same in all of
+them, and the process is a child of the zygote. `os.getppid` returns the parent of the client, and folder/pids/N holds
+the process id that belongs to client N.
 """
 
 import atexit
@@ -182,6 +182,7 @@ class Zygote:
 def _detach(request: Request, files: list[int], folder: Path) -> None:
     """Let this process have what the client has, and nothing of the zygote's own."""
     os.setsid()
+    _join_network(request.client)
     ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
     for number, file in zip(request.files, _out_of_the_way(files), strict=True):
         os.dup2(file, number)
@@ -200,6 +201,14 @@ def _detach(request: Request, files: list[int], folder: Path) -> None:
     numpy.random.seed()  # Python's own generator does so by itself
     torch.default_generator.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+
+
+def _join_network(client: int) -> None:
+    """Enter the network namespace of the client, which `ip netns exec` may have started."""
+    theirs = Path(f"/proc/{client}/ns/net")
+    if theirs.readlink() != Path("/proc/self/ns/net").readlink():
+        with theirs.open() as namespace:
+            assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0, "cannot enter the network namespace"
 
 
 def _out_of_the_way(files: list[int]) -> list[int]:
