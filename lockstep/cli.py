@@ -95,6 +95,7 @@ def exit_with(command: Callable[[], int]) -> None:
         # Other ranks may have exited, and nothing may wait for them any more; and gloo's threads, though the group was
         # left in order, sometimes abort the process while the interpreter shuts down.
         if status == 0:
+            distributed.report_success()
             atexit._run_exitfuncs()
         os._exit(status)
     sys.exit(status)

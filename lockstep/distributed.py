@@ -29,6 +29,8 @@ from .rendezvous import RendezvousError as RendezvousError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _FAILED = "lockstep/failed"
+SUCCEEDED = "lockstep/succeeded"
+"""The key under which ranks that exit with status 0 are counted."""
 _failures: dist.Store | None = None
 STORE_SECONDS = 10.0
 """How long the store may take to answer when a rank has failed."""
@@ -152,6 +154,13 @@ def _kill_if_hung(agent: int) -> None:
         f'for _ in $(seq {STORE_SECONDS:.0f}); do sleep 1; kill -0 $0 2>/dev/null || exit 0; done; echo "{text}" >&2; '
     )
     subprocess.Popen(["sh", "-c", script + "kill -9 $0", str(agent)], start_new_session=True)
+
+
+def report_success() -> None:
+    """Count this rank as one that exits with status 0: a launcher that a signal has reached looks it up."""
+    if isinstance(_failures, dist.PrefixStore):
+        with suppress(Exception):  # the launcher, and its store, have ended
+            answer_within(STORE_SECONDS, partial(_failures.underlying_store.add, SUCCEEDED, 1))
 
 
 def answer_within(seconds: float, call: Callable[[], Answer]) -> Answer:

@@ -31,6 +31,10 @@ class EvaluationFailed(RunFailed):
     """Some rank could not evaluate, predict or generate; raised on all of them."""
 
 
+class EvaluationStopped(RunFailed):
+    """A stop was requested on some rank; raised on all of them."""
+
+
 def share(count: int, world: World) -> range:
     """Return the numbers of this rank among 0 … count-1."""
     return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
@@ -68,6 +72,8 @@ class Evaluator:
     autocast: AbstractContextManager[Any]
     seed: int
     report_progress: ReportProgress = lambda done, total: None
+    stop_requested: Callable[[], bool] = lambda: False
+    """Asked before each batch; True on any rank ends the work on all of them with EvaluationStopped."""
 
     def evaluate(
         self, dataset: Any, batch_size: int, limit: int | None = None, testing: bool = False
@@ -102,6 +108,8 @@ class Evaluator:
         """Yield this rank's numbers among 0 … count-1, `batch_size` at a time, with their randomness."""
         numbers = share(count, self.world)
         for start in range(numbers.start, numbers.stop, batch_size):
+            if self.stop_requested():
+                raise EvaluationStopped("a stop was requested")
             chunk = range(start, min(start + batch_size, numbers.stop))
             yield chunk, keyed(chunk, self.world.device, self.seed)
             self.report_progress(chunk.stop - numbers.start, len(numbers))
@@ -125,18 +133,22 @@ class Evaluator:
 
     def _gather(self, compute: Callable[[], Any]) -> list[Any]:
         """Return what all ranks have computed, on rank 0; an exception of one rank is raised on all of them."""
+        result, error, stopped = None, None, False
         try:
-            result, error = compute(), None
+            result = compute()
+        except EvaluationStopped:
+            stopped = True
         except Exception as raised:
             error = f"rank {self.world.rank}: {type(raised).__name__}: {raised}", traceback.format_exc()
-            result = None
-        gathered = self.world.gather((result, error))
-        errors = self.world.broadcast([error for _, error in gathered if error])
+        gathered = self.world.gather((result, error, stopped))
+        errors, stopped = self.world.broadcast(([e for _, e, _ in gathered if e], any(s for *_, s in gathered)))
+        if stopped:
+            raise EvaluationStopped("a stop was requested")
         if errors:
             failed = EvaluationFailed("; ".join(text for text, _ in errors))
             failed.details = errors[0][1]
             raise failed
-        return [value for value, _ in gathered]
+        return [value for value, *_ in gathered]
 
     @torch.no_grad()
     def nonfinite_samples(self, dataset: Any, samples: Slice) -> list[int]:

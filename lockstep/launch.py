@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from .distributed import SUCCEEDED
 from .rendezvous import LOOPBACK, loopback_store
 
 REQUEUE = 75
@@ -57,6 +58,8 @@ def start(nproc: int, command: list[str], max_restarts: int = 0, grace: int = 12
         try:
             elastic_launch(config, sys.executable)("-u", *command)
         except SignalException as stop:
+            if store.add(SUCCEEDED, 0) == nproc:
+                return 0  # it came after the last step, and the run is complete
             return 130 if stop.sigval == signal.SIGINT else REQUEUE
         except ChildFailedError as error:
             return _status(error)

@@ -39,6 +39,11 @@ class RunDir:
     launch_ids: list[LaunchId] = field(default_factory=list)
     """One for each rank: a restart is recognised by them."""
 
+    @property
+    def resumes_own_run(self) -> bool:
+        """Return whether the checkpoint is one of this folder, not of a run that this one branches off from."""
+        return self.resume_from is not None and self.path.resolve() in self.resume_from.resolve().parents
+
 
 @contextmanager
 def open_run_dir(run: Run, name: str, world: World) -> Iterator[RunDir]:

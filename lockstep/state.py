@@ -3,12 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import Checkpoint, Tensors
+from .checkpoint import Checkpoint, Tensors, export
 from .distributed import World
 from .optim import Ema, OptimizerState, Update
 from .watch.ledger import Ledger
@@ -133,3 +134,11 @@ class TrainState:
         for name, part in self._numbers.items():
             if (numbers := saved.state.get(name, flat)) is not None:
                 part.load_state_dict(numbers)
+
+    def export(self, folder: Path, recipe: str) -> None:
+        """Write the weights, and each average of them, as plain files for use without Lockstep."""
+        facts = {"recipe": recipe, "step": str(self.progress.step)}
+        export(folder / "model", self.model.state_dict(), facts)
+        for ema in self.emas:
+            name = "model_ema" if ema is self.emas[0] else f"model_ema-{ema.decay}"
+            export(folder / name, ema.shadow, {**facts, "decay": str(ema.decay)})

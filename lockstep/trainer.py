@@ -7,9 +7,10 @@ outcome = trainer.fit()
 import gc
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from . import checkpoint, loader, trackers
 from .distributed import RunFailed, StopSignals, World
-from .evaluate import EvaluationFailed, Evaluator
+from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator
 from .flags import Request
 from .loss import LossSums, Objective
 from .parallel import Replica
@@ -78,7 +79,9 @@ class Trainer:
         self.stream = Stream(batching.dataset, batching.global_batch, seed, costs)
         self.normalizer = self.setup.normalizer()
         self.evaluator = Evaluator(self.recipe, self.model, world, self.precision.autocast, seed)
-        self.sampler = Sampler(self.evaluator, self.state.emas, self.folder, self._show_status, self.say)
+        self.sampler = Sampler(
+            self.evaluator, self.state.emas, self.folder, lambda text: self.trackers.status(text), self.say
+        )
         self.loss_sums = LossSums()
         self.samples_used: list[Slice] = []
         """Since the last check of the ledger."""
@@ -180,16 +183,17 @@ class Trainer:
         try:
             return self._loop()
         finally:
-            if self.world.is_main:
-                self.checkpoints.wait()
-            self.trackers.close()
+            with self.signals:  # a signal now must not end a complete run as a failed one
+                if self.world.is_main:
+                    self.checkpoints.wait()
+                self.trackers.close()
 
     def _loop(self) -> Outcome:
         stopped_by, run, progress, n_steps = None, self.config.run, self.progress, self.setup.batching.n_steps
         self._logged_at, self._logged_step = time.perf_counter(), progress.step
         self.model.train()
         with self.signals:
-            if self._resumes_own_folder():
+            if self.setup.run_dir.resumes_own_run:
                 if self.world.is_main:
                     self.sampler.discard_after(progress.step)
                 if progress.step < n_steps:
@@ -201,7 +205,9 @@ class Trainer:
                 self.trackers.advance(progress.step)
                 if at_end or progress.step % run.log_every == 0:
                     self._log()
-                if at_end or self._is_due("eval"):
+                if at_end:
+                    self._unless_stopped("the final evaluation", self._evaluate)
+                elif self._is_due("eval"):
                     self._evaluate()
                 if run.patience and progress.bad_evaluations >= run.patience:
                     stopped_by = "patience"
@@ -216,10 +222,6 @@ class Trainer:
     def _is_due(self, what: str) -> bool:
         every = self.setup.every(what)
         return every > 0 and self.progress.step % every == 0
-
-    def _resumes_own_folder(self) -> bool:
-        resume_from = self.setup.run_dir.resume_from
-        return resume_from is not None and self.folder.resolve() in resume_from.resolve().parents
 
     def _open_trackers(self) -> None:
         """Write and show the receipt, and open everything that values are logged to."""
@@ -242,9 +244,6 @@ class Trainer:
             self.trackers.message(text)
             with suppress(OSError), (self.folder / "log.txt").open("a") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-
-    def _show_status(self, text: str) -> None:
-        self.trackers.status(text)
 
     def _log(self) -> None:
         """Log the values of the steps since the last log, and check that the ranks agree."""
@@ -382,15 +381,17 @@ class Trainer:
         if self.progress.step > self.resumed_step:
             self._save_at_end(done)
         if done and self.world.is_main:
-            self._export()
+            self.state.export(self.folder, self.setup.request.recipe.name)
         if done:
-            self._sample_and_score(at_end=True)
+            self._unless_stopped("the last samples and scores", partial(self._sample_and_score, at_end=True))
         del self.replica, self.loader
         return Outcome(self.progress.step, self.folder, self.model, self.metrics, stopped_by, self.sample_files)
 
-    def _export(self) -> None:
-        facts = {"recipe": self.setup.request.recipe.name, "step": str(self.progress.step)}
-        checkpoint.export(self.folder / "model", self.model.state_dict(), facts)
-        for ema in self.state.emas:
-            name = "model_ema" if ema is self.state.emas[0] else f"model_ema-{ema.decay}"
-            checkpoint.export(self.folder / name, ema.shadow, {**facts, "decay": str(ema.decay)})
+    def _unless_stopped(self, name: str, work: Callable[[], None]) -> None:
+        """Do what comes after the last step; a signal ends it on all ranks, and the run is complete all the same."""
+        self.evaluator.stop_requested = lambda: self.signals.received > 0
+        try:
+            work()
+        except EvaluationStopped:
+            by = signal.Signals(self.world.all_reduce_max(self.signals.received)).name
+            self.say(f"{by} ended {name}; training is complete, and the model is saved")

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -281,3 +282,57 @@ def test_commands_explain_themselves(folder: Path) -> None:
     done = run(["lockstep", "train"], folder)
     assert done.returncode == 2 and "say what to train" in done.stderr
     assert "dit" in run(["lockstep", "recipes"], folder).stdout
+
+
+SLOW_END = """
+import time
+from tiny import Generating
+from lockstep import train
+
+class SlowEnd(Generating):
+    name = "slow"
+    score_every = 0
+    def loss(self, model, batch, rng):
+        if not model.training:
+            print("evaluating", flush=True)
+            time.sleep(0.3)
+        return super().loss(model, batch, rng)
+    def sample_sets(self):
+        return {"few": {"n": 1000}}
+    def sample(self, model, index, rng, **settings):
+        print("sampling", flush=True)
+        time.sleep(0.3)
+        return super().sample(model, index, rng, **settings)
+
+if __name__ == "__main__":
+    train(SlowEnd)
+"""
+
+
+@pytest.mark.parametrize("during", ["evaluating", "sampling"])
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_ctrl_c_after_the_last_step_leaves_a_complete_run(folder: Path, nproc: str, during: str) -> None:
+    (folder / "slow.py").write_text(SLOW_END)
+    flags = ["--nproc", nproc, "--n_steps", "4", "--sample_every", "100", "--out", "here"]
+    process = started(["python", "slow.py", *flags, "--batch_size", "4"], folder)
+    wait_for(process, during)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and not errors, errors
+    what = {"evaluating": "the final evaluation", "sampling": "the last samples and scores"}[during]
+    assert f"SIGINT ended {what}; training is complete" in " ".join(rest.split())
+    assert (folder / "here/model.pth").exists() and "here/checkpoints/step-00000004" in rest
+    assert not any((folder / "here").glob("samples/step-*")) and not alive(folder)
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_second_ctrl_c_ends_at_once(folder: Path, nproc: str) -> None:
+    (folder / "slow.py").write_text(SLOW_END.replace("0.3", "1000"))
+    process = started(["python", "slow.py", "--nproc", nproc, "--n_steps", "4", "--out", "here"], folder)
+    wait_for(process, "evaluating")
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1.5)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
