@@ -257,6 +257,7 @@ def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None
     with rendezvous.explained(timeout):
         rendezvous.choose_interface()
         store = rendezvous.open_store(rank, size, timeout)
+    with rendezvous.explained(timeout, have_met=True):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=limit,
             device_id=own_device if on_gpu else None,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable from which gloo takes its network interface."""
-MARGIN = 10.0
+MARGIN = 5.0
 """Seconds that torch has, after --timeout, to report its own error before the process exits with ours."""
 
 
@@ -66,9 +66,27 @@ def open_store(rank: int, size: int, timeout: float) -> dist.Store:
         host = LOOPBACK if host == "localhost" else host
         store: dist.Store = loopback_store(host, int(os.environ["MASTER_PORT"]), limit)
     else:
+        if rank > 0 or agent_has_it:
+            _wait_until_reachable(host, int(os.environ["MASTER_PORT"]), timeout)
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
     store.set_timeout(limit)
     return _fresh_store(store, rank, size, timeout)
+
+
+def _wait_until_reachable(host: str, port: int, timeout: float) -> None:
+    """Wait until something listens at the store's address; raise the last error of the operating system at the end.
+
+    torch would wait as long, and print its own stack traces.
+    """
+    deadline, pause = time.monotonic() + timeout, threading.Event()
+    while True:
+        try:
+            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() + 0.2 > deadline:
+                raise
+            pause.wait(0.2)
 
 
 def _fresh_store(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
@@ -145,45 +163,56 @@ def _interface_of(own_address: str | None) -> str | None:
 
 
 @contextmanager
-def explained(timeout: float) -> Iterator[None]:
-    """Turn the ways in which ranks fail to connect into a RendezvousError; exit if torch waits beyond the time-out."""
-    timer = threading.Timer(timeout + MARGIN, _exit_unconnected, [timeout])
+def explained(timeout: float, have_met: bool = False) -> Iterator[None]:
+    """Turn an error of the block into a RendezvousError; exit if torch waits beyond the time-out.
+
+    `have_met`: the ranks have found each other at the store, and connect to one another in the block.
+    """
+    timer = threading.Timer(timeout + MARGIN, _exit_unconnected, [timeout, have_met])
     timer.daemon = True
     timer.start()
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
-        raise RendezvousError(_explain(error, timeout)) from None
+        raise RendezvousError(_explain(error, timeout, have_met)) from None
     except RuntimeError as error:
         if "gloo" not in str(error).lower():
             raise
-        raise RendezvousError(_explain(error, timeout)) from None
+        raise RendezvousError(_explain(error, timeout, have_met)) from None
     finally:
         timer.cancel()
 
 
-def _explain(error: Exception, timeout: float) -> str:
+def _exit_unconnected(timeout: float, have_met: bool) -> None:
+    """Exit although a call of torch has not returned: without a peer, or over a cut connection, some never do."""
+    error = dist.DistStoreError(f"no answer in {timeout:g} s (--timeout)")
+    sys.stderr.write(f"lockstep: rank {os.environ['RANK']}: {_explain(error, timeout, have_met)}\n")
+    sys.stderr.flush()
+    os._exit(2)
+
+
+def _explain(error: Exception, timeout: float, have_met: bool) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "in use" in text:
         return f"the port of {address()} is in use; choose another with --master_port or MASTER_PORT"
-    reason = text.splitlines()[0]
-    if "gloo" in text.lower():
+    reason = text.splitlines()[0].rpartition("] ")[2]
+    if have_met:
+        interface = os.environ.get(INTERFACE) or "the interface of this host's name"
         return (
-            f"the ranks have met at {address()} but cannot connect to each other over {_interface()}: set {INTERFACE}, "
+            f"the ranks have met at {address()} but cannot connect to each other over {interface}: set {INTERFACE}, "
             f"on each machine, to the interface that reaches the others ({reason})"
         )
     return (
-        f"could not connect to the other ranks at {address()} within {timeout:g} s (--timeout): are all "
-        f"{os.environ['WORLD_SIZE']} of them started, and can they reach that address? ({reason})"
+        f"could not connect to the other ranks at {address()} within {timeout:g} s (--timeout): {reason}; "
+        f"{_remedy(error)}"
     )
 
 
-def _interface() -> str:
-    return os.environ.get(INTERFACE) or "the interface of this host's name"
-
-
-def _exit_unconnected(timeout: float) -> None:
-    """Exit although a call of torch has not returned: over a cut connection some never do."""
-    sys.stderr.write(f"lockstep: {_explain(TimeoutError('no answer'), timeout)}\n")
-    sys.stderr.flush()
-    os._exit(2)
+def _remedy(error: Exception) -> str:
+    if isinstance(error, socket.gaierror):
+        return "give a name or an address that this machine knows (--master_addr or MASTER_ADDR)"
+    if isinstance(error, ConnectionRefusedError):
+        return "nothing listens there: is rank 0 started, with that address and port?"
+    if isinstance(error, OSError):
+        return "that machine does not answer: is the address right (--master_addr), and open to this machine?"
+    return f"are all {os.environ['WORLD_SIZE']} of them started, and can they reach that address?"

@@ -394,4 +394,4 @@ class Trainer:
             work()
         except EvaluationStopped:
             by = signal.Signals(self.world.all_reduce_max(self.signals.received)).name
-            self.say(f"{by} ended {name}; training is complete, and the model is saved")
+            self.say(f"{by} ended {name}; training is complete, and the model is kept")

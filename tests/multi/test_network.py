@@ -115,3 +115,48 @@ def test_a_node_ends_when_the_machine_with_the_store_has_died(hosts: Hosts, tmp_
     _, errors = nodes[1].communicate(timeout=50)
     assert nodes[1].returncode != 0
     assert "does not answer: that machine, or the network to it, is down" in errors
+
+
+def alone(hosts: Hosts, host: int, folder: Path, **variables: str) -> subprocess.Popen[str]:
+    """A rank on a host, started without torchrun, that waits 3 s for the other one."""
+    group = {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0]}
+    return subprocess.Popen(
+        hosts.command(host, ["lockstep", "train", TINY, "--timeout", "3", "--n_steps", "4", "--out", "here"]),
+        cwd=folder, env=environment(**{**group, "MASTER_PORT": "29500", **variables}), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+WRONG = {
+    "closed port": (
+        {},
+        f"at {ADDRESSES[0]}:29500 within 3 s (--timeout): Connection refused; nothing listens",
+    ),
+    "no such machine": ({"MASTER_ADDR": "10.77.0.9"}, "at 10.77.0.9:29500 within 3 s (--timeout): "),
+    "no route": ({"MASTER_ADDR": "10.99.0.1"}, "Network is unreachable; that machine does not answer: is the address"),
+    "no such name": ({"MASTER_ADDR": "nowhere.invalid"}, "give a name or an address that this machine knows"),
+    "no such interface": ({"GLOO_SOCKET_IFNAME": "eth7"}, "GLOO_SOCKET_IFNAME is eth7, but this machine has lo, ls1-"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_keeps_a_rank_from_the_others_is_named_within_the_timeout(hosts: Hosts, what: str, tmp_path: Path) -> None:
+    variables, text = WRONG[what]
+    process = alone(hosts, 1, tmp_path, **variables)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2, errors
+    assert errors.startswith("lockstep: rank 1: ") and text in errors and errors.count("\n") == 1, errors
+
+
+def test_an_interface_that_does_not_reach_the_others_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    ranks = [alone(hosts, host, tmp_path, GLOO_SOCKET_IFNAME="lo") for host in range(2)]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], errors
+    for error in errors:
+        assert "have met at 10.77.0.1:29500 but cannot connect to each other over lo: set GLOO_SOCKET_IFNAME" in error
+
+
+def test_gloo_finds_its_interface(hosts: Hosts, tmp_path: Path) -> None:
+    ranks = [alone(hosts, host, tmp_path) for host in range(2)]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
