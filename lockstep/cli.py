@@ -2,6 +2,7 @@
 
 import atexit
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -72,6 +73,8 @@ def train(recipe: type[Recipe], argv: Sequence[str] | None = None) -> None:
 
 def exit_with(command: Callable[[], int]) -> None:
     """Run a command and exit with its status; an error is printed once, by the rank that failed first."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a path that is not UTF-8 is printed as it is, byte by byte
     status = 1
     try:
         status = command()

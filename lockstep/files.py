@@ -27,7 +27,17 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Replace the contents of `path`."""
     with replacing(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a user's file; bytes that are not UTF-8 survive, as they do in the names of files."""
+    return path.read_text(encoding="utf-8", errors="surrogateescape")
+
+
+def printable(text: str) -> str:
+    """Return the text with bytes that are not UTF-8, as a file's name may hold, written out: `caf\\xe9`."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def sync_folder(folder: Path) -> None:

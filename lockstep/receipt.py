@@ -15,7 +15,7 @@ from torch import nn
 from . import parallel
 from .config import Optim
 from .distributed import World
-from .files import write_text
+from .files import printable, write_text
 from .optim import Update
 from .recipe import Describes
 from .registry import spec_of
@@ -36,12 +36,12 @@ class Receipt:
     def show(self) -> None:
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title="receipt", title_justify="left")
         for row in self.rows:
-            table.add_row(*map(Text, row))  # as text: a folder may be called m[/b]x
+            table.add_row(*(Text(printable(text)) for text in row))  # as text: a folder may be called m[/b]x
         console = Screen(file=sys.stdout, width=None if sys.stdout.isatty() else 1000, highlight=False)
         with suppress(OSError):  # no reader: receipt.json has it all
             console.print(table)
             for note in self.notes:
-                console.print(f"  note: {note}", markup=False)
+                console.print(printable(f"  note: {note}"), markup=False)
             console.print()
 
     def write(self, path: Path) -> None:

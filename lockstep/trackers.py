@@ -31,7 +31,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from .config import Run
-from .files import replacing
+from .files import printable, replacing
 
 
 class Tracker(ABC):
@@ -88,7 +88,7 @@ class Console(Tracker):
             self.message("  ".join(filter(None, [f"step {step}/{self._total}", *numbers, self._left(step)])))
 
     def message(self, text: str) -> None:
-        self._screen.print(Text(text), soft_wrap=True)
+        self._screen.print(Text(printable(text)), soft_wrap=True)
 
     def status(self, text: str) -> None:
         """Show what the run does between steps: in place on a terminal, elsewhere as a line every few seconds."""
@@ -130,7 +130,7 @@ class Console(Tracker):
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         position, percent = f"step {step}/{self._total}", f"{100 * step // total}%  {self._left(step)}"
         bar.add_row(position, ProgressBar(total=total, completed=step), percent)
-        return rich.console.Group(bar, Text(self._status or "  ".join(_numbers(self._shown))))
+        return rich.console.Group(bar, Text(printable(self._status) or "  ".join(_numbers(self._shown))))
 
 
 def _numbers(values: Mapping[str, float]) -> list[str]:

@@ -242,7 +242,7 @@ class Trainer:
         """Print a message once, on rank 0, and append it to log.txt."""
         if self.world.is_main:
             self.trackers.message(text)
-            with suppress(OSError), (self.folder / "log.txt").open("a") as log:
+            with suppress(OSError), (self.folder / "log.txt").open("a", errors="surrogateescape") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def _log(self) -> None:

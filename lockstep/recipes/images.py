@@ -13,11 +13,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
+from ..files import printable
 from ..recipe import Split
-from .pixels import ENDINGS, data_folder, image_files, opened, pixels_of, to_picture
+from .folders import data_folder, files_below, leads_up
+from .pixels import ENDINGS, pixels_of, read_rgb, to_picture
 from .shapes import Shapes
 
 CIFAR_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -132,9 +134,7 @@ class FolderImages:
 
 def _read(file: Path, side: int) -> Tensor:
     """(3, side, side) uint8: the middle square, resized."""
-    with opened(file) as found:
-        found.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
-        image = ImageOps.exif_transpose(found).convert("RGB")
+    image = read_rgb(file, least_side=2 * side)
     edge = min(image.size)
     left, top = (image.width - edge) // 2, (image.height - edge) // 2
     image = image.crop((left, top, left + edge, top + edge)).resize((side, side), Image.Resampling.LANCZOS)
@@ -171,13 +171,13 @@ def _classes(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
     loose = [entry for entry in visible if entry.is_file() and entry.suffix.lower() in ENDINGS]
     if loose:
         raise ValueError(f"images are in one sub-folder per class, {loose[0]} is in none; move it into one")
-    folders = [entry for entry in visible if entry.is_dir()]
+    folders = [entry for entry in visible if entry.is_dir() and not leads_up(entry, folder)]
     if not folders:
         raise ValueError(f"{folder} holds no class folders; put images into {folder}/<class>/")
-    files: list[tuple[Path, int]] = []
-    for label, entry in enumerate(folders):
-        found = image_files(entry)
-        if not found:
-            raise ValueError(f"{entry} holds no images ({' '.join(ENDINGS)}); fill it or remove it")
-        files += [(file, label) for file in found]
-    return tuple(entry.name for entry in folders), files
+    found = files_below(folders, ENDINGS)
+    for entry, own in found.items():
+        if not own:
+            why = ", or is a link to the images of another class" if entry.is_symlink() else ""
+            raise ValueError(f"{entry} holds no images ({' '.join(ENDINGS)}){why}; fill it or remove it")
+    files = [(file, label) for label, own in enumerate(found.values()) for file in own]
+    return tuple(printable(entry.name) for entry in folders), files

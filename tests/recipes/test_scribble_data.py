@@ -162,7 +162,7 @@ def test_bad_folders_are_refused(copy: Path) -> None:
 def test_bad_files_are_named(copy: Path) -> None:
     place = copy / "SegmentationClassAug" / "val_00001.png"
     source = data.VocFolder(copy, "val", 6)
-    good = files.read_map(place)
+    good = files.read_map(place, 6)
 
     def says(message: str) -> None:
         with pytest.raises(ValueError, match=message):

@@ -208,7 +208,7 @@ def test_bad_mask_folders_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path), "train", 8, True)
     (tmp_path / "classes.txt").unlink()
     Image.new("RGB", (8, 8)).save(tmp_path / "masks" / "a.png")
-    with pytest.raises(ValueError, match=r"one byte per pixel.*mode RGB"):
+    with pytest.raises(ValueError, match=r"8 or 16 bits per pixel.*mode RGB"):
         load(str(tmp_path), "train", 8, True)
     (tmp_path / "masks" / "a.png").write_bytes(b"broken")
     with pytest.raises(ValueError, match=r"mask .*a.png cannot be read"):

@@ -20,6 +20,8 @@ from ..images import FolderImages, Images
 
 _EMBEDDED: dict[Split, int] = {"train": 640, "val": 100}
 """Images of the embedded set that `lockstep data` writes: enough for eight ranks of 64."""
+_DECODER = 2
+"""Version of what is decoded from a file; raise it when that changes, so that older caches are not used."""
 
 
 def load(path: str | None, split: Split, side: int, cache: str | None = None) -> Images | None:
@@ -88,10 +90,10 @@ def _checksum(pixels: NDArray[np.uint8]) -> int:
 
 def cached(source: FolderImages, folder: Path) -> CachedImages:
     """Return the same images with a cache in `folder`, named by a hash of the files' paths, sizes and times."""
-    digest = hashlib.sha256(str(source.side).encode())
+    digest = hashlib.sha256(f"{_DECODER} {source.side}".encode())
     for path, _ in source.files:
         state = path.stat()
-        digest.update(f"\n{path.absolute()} {state.st_size} {state.st_mtime_ns}".encode())
+        digest.update(os.fsencode(f"\n{path.absolute()} {state.st_size} {state.st_mtime_ns}"))
     file = folder / f"{source.side}px-{digest.hexdigest()[:24]}.cache"
     size = len(source) * (4 + 3 * source.side * source.side)
     try:

@@ -23,10 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...files import printable, read_text
 from ...recipe import Split
 from ..confusion import IGNORE
-from ..pixels import ENDINGS, data_folder, image_files
-from .files import read_image, read_map, write_image, write_map
+from ..folders import data_folder
+from ..pixels import ENDINGS, image_files
+from .files import read_distances, read_image, read_map, write_image, write_map
 from .scenes import NAMES, SIZES, Scenes
 
 VOC_NAMES = (
@@ -91,7 +93,7 @@ class VocFolder:
         item = {"image": read_image(self.images[i])}
         for key, folder in self.maps.items():
             file = folder / f"{self.names[i]}.png"
-            item[key] = read_map(file, None if key.startswith("near_") else self.classes)
+            item[key] = read_distances(file) if key.startswith("near_") else read_map(file, self.classes)
             if item[key].shape != item["image"].shape[1:]:
                 have, want = ("×".join(map(str, tuple(x.shape[-2:])[::-1])) for x in (item[key], item["image"]))
                 raise ValueError(f"a label map has its image's size {want}, {file} has {have}; resize it")
@@ -103,7 +105,7 @@ def _list(root: Path, split: Split) -> list[str]:
     file = list_file(data_folder(str(root)), split)
     if file is None:
         raise ValueError(f"{root} has no {split}.txt, the list of its {split} scenes; write one name per line")
-    names = [Path(line.split()[0]).stem for line in file.read_text().splitlines() if line.strip()]
+    names = [Path(line.split()[0]).stem for line in read_text(file).splitlines() if line.strip()]
     if not names:
         raise ValueError(f"{file} is empty; write one name per line")
     if len(set(names)) < len(names):
@@ -122,7 +124,7 @@ def class_names(data_path: str | None, classes: int) -> tuple[str, ...]:
     """Return one name per class."""
     names: Sequence[str] = NAMES if data_path is None else VOC_NAMES if classes == len(VOC_NAMES) else ()
     if data_path is not None and (file := Path(data_path).expanduser() / "classes.txt").is_file():
-        names = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        names = [line.strip() for line in printable(read_text(file)).splitlines() if line.strip()]
     if len(names) > classes:
         raise ValueError(f"the data have {len(names)} classes, num_classes is {classes}; raise --num_classes")
     return (*names, *(f"class{k}" for k in range(len(names), classes)))

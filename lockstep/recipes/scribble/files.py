@@ -2,35 +2,34 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from ..confusion import IGNORE
-from ..pixels import opened, pixels_of, save_image, to_picture, voc_palette
+from ..pixels import pixels_of, read_grey, read_labels, read_rgb, save_image, to_picture, voc_palette
 
 
 def read_image(file: Path) -> Tensor:
-    """(3, H, W) uint8, without EXIF rotation: label maps have none."""
-    with opened(file) as image:
-        return pixels_of(image.convert("RGB"))
+    """(3, H, W) uint8."""
+    return pixels_of(read_rgb(file))
 
 
-def read_map(file: Path, classes: int | None = None) -> Tensor:
-    """(H, W) uint8 from an 8-bit file, grey or with a palette. With `classes`, labels are checked against it."""
-    with opened(file, "label map") as image:
-        mode, labels = image.mode, torch.from_numpy(np.array(image))
-    if mode not in ("L", "P"):
-        raise ValueError(f"a label map has 8 bits per pixel, grey or palette, {file} has mode {mode}; convert it")
-    if classes is not None:
-        unknown = labels[(labels >= classes) & (labels != IGNORE)]
-        if len(unknown):
-            raise ValueError(
-                f"labels are below num_classes {classes}, or {IGNORE} for none; {file} holds {int(unknown.max())};"
-                " raise --num_classes or fix the file"
-            )
+def read_map(file: Path, classes: int) -> Tensor:
+    """(H, W) uint8: labels below `classes`, or IGNORE."""
+    labels = torch.from_numpy(read_labels(file, "label map"))
+    unknown = labels[(labels >= classes) & (labels != IGNORE)]
+    if len(unknown):
+        raise ValueError(
+            f"labels are below num_classes {classes}, or {IGNORE} for none; {file} holds {int(unknown.max())};"
+            " raise --num_classes or fix the file"
+        )
     return labels
+
+
+def read_distances(file: Path) -> Tensor:
+    """(H, W) uint8: nearness, 255 where it is greatest."""
+    return torch.from_numpy(read_grey(file, "distance map"))
 
 
 def write_image(image: Tensor, file: Path) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from ...recipe import Split
 from ...rng import Rng
 from .. import images
-from ..pixels import ENDINGS, data_folder, image_files, opened, to_picture
+from ..folders import data_folder
+from ..pixels import ENDINGS, image_files, opened, to_picture
 from ..shapes import Shapes
 from . import idx, masks
 

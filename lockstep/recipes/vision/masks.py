@@ -2,8 +2,9 @@
 
     folder/[train/]images/a.jpg   folder/[train/]masks/a.png   folder/classes.txt (one name per line; optional)
 
-A mask is an 8-bit image of class numbers, 255 for no label; or of 0 and 255 alone, background and foreground. Image and
-mask are resized to a square without cropping. Items: `image` (3, S, S) uint8, `mask` (S, S) uint8.
+A mask is an image of class numbers with up to 16 bits, grey or palette, 255 (of 16 bits also 65535) for no label; or of
+0 and 255 alone, background and foreground. Image and mask are resized to a square without cropping. Items: `image`
+(3, S, S) uint8, `mask` (S, S) uint8.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
+from ...files import printable, read_text
 from ...recipe import Split
 from ..confusion import IGNORE
-from ..pixels import ENDINGS, opened, pixels_of
+from ..pixels import ENDINGS, pixels_of, read_labels, read_rgb
 from ..shapes import Shapes
 
 CLASSES = "classes.txt"
@@ -108,19 +110,12 @@ class WholeImages:
 
 def read_image(file: Path, side: int) -> Tensor:
     """(3, side, side) uint8."""
-    with opened(file) as image:
-        rgb = ImageOps.exif_transpose(image).convert("RGB")
-        return pixels_of(rgb.resize((side, side), Image.Resampling.BILINEAR))
+    return pixels_of(read_rgb(file).resize((side, side), Image.Resampling.BILINEAR))
 
 
 def read_mask(file: Path) -> np.ndarray:
     """(height, width) uint8."""
-    with opened(file, "mask") as image:
-        mode = image.mode
-        mask = np.array(image.convert("L") if mode == "1" else image)
-    if mode not in ("1", "L", "P"):
-        raise ValueError(f"a mask has one byte per pixel, the class, {file} has mode {mode}; convert it")
-    return mask
+    return read_labels(file, "mask", bilevel=True)
 
 
 def load(folder: Path, split: Split, side: int) -> MaskedImages | None:
@@ -156,7 +151,7 @@ def _pairs(folder: Path) -> list[tuple[Path, Path]]:
 def _classes(folder: Path, pairs: list[tuple[Path, Path]]) -> tuple[tuple[str, ...], bool]:
     """Return the names of the classes, and whether masks are of 0 and 255 alone."""
     if (folder / CLASSES).is_file():
-        names = tuple(line.strip() for line in (folder / CLASSES).read_text().splitlines() if line.strip())
+        names = tuple(line.strip() for line in printable(read_text(folder / CLASSES)).splitlines() if line.strip())
         if not 2 <= len(names) <= IGNORE:
             raise ValueError(f"{folder / CLASSES} names 2 to {IGNORE} classes, one per line, not {len(names)}; fix it")
         return names, False

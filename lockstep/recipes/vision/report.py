@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from ..confusion import IGNORE, per_class
-from ..pixels import save_image, voc_palette
+from ..pixels import read_rgb, save_image, voc_palette
 from ..report import draw_bars, draw_confusion, figure, plot_side, save_figure, write_table
 
 EXAMPLES = 8
@@ -108,8 +108,7 @@ def write_mask(mask: Tensor, file: Path | None, name: str, folder: Path) -> Path
     # a.jpg and a.webp may lie in one folder: both endings stay in the name.
     name = name if name.endswith(".png") else f"{name}.png"
     if file is not None:
-        with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+        image = read_rgb(file)
         values = np.array(Image.fromarray(values).resize(image.size, Image.Resampling.NEAREST))
         save_image(Image.fromarray(overlay(np.array(image), values)), folder / "overlays" / name)
     return save_image(with_palette(values), folder / "masks" / name)
