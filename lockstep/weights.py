@@ -40,6 +40,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             content = content[key]
     if not isinstance(content, Mapping) or not all(isinstance(x, Tensor) for x in content.values()):
         raise ValueError(f"{path} holds no dict of tensors; save `model.state_dict()`")
+    for name, tensor in content.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            bad = (~torch.isfinite(tensor.float())).nonzero()
+            raise ValueError(
+                f"{path} holds {len(bad)} values that are not finite in {name}, first at {tuple(bad[0].tolist())}; "
+                "give weights of a training that did not diverge"
+            )
     prefix = "module." if all(str(name).startswith("module.") for name in content) else ""
     return {str(name).removeprefix(prefix): tensor.detach() for name, tensor in content.items()}
 

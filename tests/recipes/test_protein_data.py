@@ -139,7 +139,7 @@ def test_two_processes_may_start_at_once(tmp_path: Path) -> None:
         process.join()
         assert process.exitcode == 0
     assert answers[0] == answers[1] and len(answers[0]) == 30
-    left = sorted(p.name for p in (cache / "chains-v1").iterdir() if not p.name.endswith(".safetensors"))
+    left = sorted(p.name for p in (cache / "chains-v2").iterdir() if not p.name.endswith(".safetensors"))
     assert [name.split("-")[0] for name in left] == ["index", "skipped"]  # nothing half-written stays
 
 

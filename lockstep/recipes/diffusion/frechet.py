@@ -84,7 +84,8 @@ class Distance:
 
 def _read(file: Path) -> Sums:
     with suppress(OSError, ValueError, safetensors.SafetensorError):
-        return {**safetensors.torch.load_file(file)}
+        sums = safetensors.torch.load(file.read_bytes())
+        return {**sums} if all(torch.isfinite(value).all() for value in sums.values()) else {}
     return {}
 
 

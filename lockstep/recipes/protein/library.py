@@ -11,6 +11,7 @@ number of processes may start at once; as each begins at another file, they shar
 """
 
 import hashlib
+import itertools
 import json
 import os
 import uuid
@@ -19,9 +20,11 @@ from pathlib import Path
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from ...files import replacing, write_text
+from ..folders import files_below, special_kind
 from . import structures
 from .chain import ITEM
 
@@ -77,7 +80,7 @@ class Library:
 
     def _update(self, files: dict[str, Path]) -> dict[str, Entry]:
         """Return the index, after parsing what is new."""
-        where = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
+        where = hashlib.sha256(os.fsencode(self.folder.resolve())).hexdigest()[:16]
         index = self.cache / f"index-{where}.json"
         self.list_of_skipped = self.cache / f"skipped-{where}.txt"
         known = _read_index(index)
@@ -97,7 +100,10 @@ class Library:
 
     def _holds(self, file: Path, entry: Entry) -> bool:
         """Return whether the entry is up to date and the parsed file exists."""
-        stat = file.stat()
+        try:
+            stat = file.stat()
+        except OSError:
+            return False
         same = (stat.st_size, stat.st_mtime_ns) == (entry.size, entry.changed)
         return same and (bool(entry.why) or self._parsed(entry.content).is_file())
 
@@ -105,6 +111,8 @@ class Library:
         return self.cache / f"{content}.safetensors"
 
     def _parse(self, file: Path) -> Entry:
+        if kind := special_kind(file):
+            return Entry(0, 0, "", why=f"is {kind}, not a file")
         stat = file.stat()
         try:
             content = hashlib.sha256(file.read_bytes()).hexdigest()[:32]
@@ -120,9 +128,8 @@ class Library:
             return Entry(*stamp, why=str(error))
         tensors = {f"{k}.{name}": getattr(c, name).contiguous() for k, c in enumerate(chains) for name in ITEM}
         lengths = tuple(len(chain) for chain in chains)
-        listed = {"lengths": json.dumps(lengths)}
         with replacing(parsed) as temporary:
-            safetensors.torch.save_file(tensors, temporary, listed)
+            safetensors.torch.save_file(tensors, temporary)
         return Entry(*stamp, lengths)
 
     def load(self, i: int) -> dict[str, Tensor]:
@@ -131,7 +138,7 @@ class Library:
         parsed = self._parsed(self.entries[chain.file].content)
         try:
             return _load(parsed, chain.number)
-        except (OSError, safetensors.SafetensorError):
+        except (OSError, ValueError, KeyError, safetensors.SafetensorError):
             parsed.unlink(missing_ok=True)  # damaged or deleted: parse it again
             entry = self._parse(self.folder / chain.file if self.folder.is_dir() else self.folder)
             if len(entry.lengths) <= chain.number:
@@ -143,14 +150,8 @@ def structure_files(folder: Path) -> dict[str, Path]:
     """Return PDB and mmCIF files by relative path: those in the folder and below but hidden ones, or a single file."""
     if folder.is_file():
         return {folder.name: folder} if folder.name.lower().endswith(structures.ENDINGS) else {}
-    found = {}
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in names:
-            if name.lower().endswith(structures.ENDINGS) and not name.startswith("."):
-                path = Path(parent, name)
-                found[path.relative_to(folder).as_posix()] = path
-    return dict(sorted(found.items()))
+    found = files_below([folder], structures.ENDINGS, special=True)[folder]
+    return dict(sorted((path.relative_to(folder).as_posix(), path) for path in found))
 
 
 def plain_name(file: str) -> str:
@@ -163,22 +164,32 @@ def plain_name(file: str) -> str:
 
 def hash_fraction(file: str) -> float:
     """Return a number in [0, 1) that depends on the file's plain name alone; it decides the split."""
-    digest = hashlib.sha256(plain_name(file).lower().encode()).digest()
+    digest = hashlib.sha256(os.fsencode(plain_name(file).lower())).digest()
     return int.from_bytes(digest[:6], "big") / (1 << 48)
 
 
 def _load(parsed: Path, number: int) -> dict[str, Tensor]:
-    with safetensors.safe_open(parsed, framework="pt") as stored:
-        return {name: stored.get_tensor(f"{number}.{name}") for name in ITEM}
+    tensors = _tensors(parsed)
+    item = {name: tensors[f"{number}.{name}"] for name in ITEM}
+    if not all(torch.isfinite(tensor).all() for tensor in item.values()):
+        raise ValueError(f"{parsed} holds values that are not finite")
+    return item
+
+
+def _tensors(parsed: Path) -> dict[str, Tensor]:
+    """Return all tensors of a parsed file. Read here: safetensors opens no path that is not UTF-8."""
+    with parsed.open("rb") as file:
+        return safetensors.torch.load(file.read())
 
 
 def _lengths(parsed: Path) -> tuple[int, ...]:
     """Return the lengths of the chains in a parsed file; none if it is missing or damaged."""
     try:
-        with safetensors.safe_open(parsed, framework="pt") as stored:
-            return tuple(json.loads((stored.metadata() or {}).get("lengths", "[]")))
+        tensors = _tensors(parsed)
     except (OSError, safetensors.SafetensorError):
         return ()
+    chains = itertools.takewhile(tensors.__contains__, (f"{k}.residue" for k in itertools.count()))
+    return tuple(len(tensors[name]) for name in chains)
 
 
 def _read_index(path: Path) -> dict[str, Entry]:

@@ -20,18 +20,23 @@ import torch
 from torch import Tensor
 
 from ...files import write_text
+from ..folders import special_kind
 from .build import SIDE_ATOMS
 from .chain import Chain
 from .chemistry import BACKBONE, CHI_ATOMS, RESIDUES, SIDE_CHAINS, TORSIONS, UNKNOWN
 from .geometry import torsion
 
-PARSER = 1
+PARSER = 2
 """Version of the reader; raise it when its results change, so that older caches are not used."""
 ENDINGS = tuple(f"{ending}{packed}" for ending in (".pdb", ".ent", ".cif") for packed in ("", ".gz"))
 SHORTEST = 3
 """Chains with fewer residues are left out."""
 _LONGEST_BOND = 2.0
 """Å between C and N, above which they are not bonded."""
+_FARTHEST = 1e5
+"""Å from the origin, beyond which a position is an error."""
+_COORDINATES = (slice(30, 38), slice(38, 46), slice(46, 54))
+"""The columns of x, y and z in a PDB line."""
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
 _SAME = {"MSE": "MET"}
 _SAME_ATOM = {("MSE", "SE"): "SD"}
@@ -54,6 +59,8 @@ def gemmi() -> Any:
 def read(path: Path) -> list[Chain]:
     """Return the protein chains of the first model; a ValueError says why there are none."""
     library = gemmi()
+    if kind := special_kind(path):
+        raise ValueError(f"is {kind}, not a file")
     try:
         structure = _open(path, library)
     except Exception as error:  # gemmi and gzip raise RuntimeError, ValueError, OSError, EOFError, zlib.error ...
@@ -76,7 +83,22 @@ def _open(path: Path, library: Any) -> Any:
     text = content.decode("utf-8", errors="replace")
     if name.endswith(".cif"):
         return library.make_structure_from_block(library.cif.read_string(text)[0])
+    _check_columns(text)
     return library.read_pdb_string(text)
+
+
+def _check_columns(text: str) -> None:
+    """Refuse coordinates that are no numbers in the PDB lines of the first model: gemmi would read them as 0."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("ENDMDL"):
+            return
+        if line.startswith(("ATOM  ", "HETATM")):
+            try:
+                for column in _COORDINATES:
+                    float(line[column])
+            except ValueError:
+                at = line[_COORDINATES[0].start : _COORDINATES[-1].stop]
+                raise ValueError(f"line {number}: the coordinates are three numbers, not {at!r}") from None
 
 
 def _chain(chain: Any, library: Any) -> Chain | None:
@@ -112,11 +134,24 @@ def _residues(chain: Any, library: Any) -> Iterable[tuple[str, str, Atoms]]:
     by_number: dict[str, list[Any]] = {}  # several with one number: a point mutation in part of the crystal
     for residue in chain:
         if residue.entity_type in (polymer, library.EntityType.Unknown) and _is_amino_acid(residue, library):
+            _check_finite(chain, residue)
             number = f"{residue.seqid.num}{residue.seqid.icode}".strip()
             by_number.setdefault(number, []).append(residue)
     for number, group in by_number.items():
         residue = max(group, key=lambda r: max((a.occ for a in r if a.name == "CA"), default=0.0))
         yield number, _SAME.get(residue.name, residue.name), _atoms(residue)
+
+
+def _check_finite(chain: Any, residue: Any) -> None:
+    """Refuse an unknown position (`?` in mmCIF) or occupancy: it would be a NaN in every loss."""
+    for atom in residue:
+        position = (atom.pos.x, atom.pos.y, atom.pos.z)
+        if not all(abs(x) < _FARTHEST for x in position) or not math.isfinite(atom.occ):
+            raise ValueError(
+                f"chain {chain.name}, residue {residue.name} {residue.seqid}, atom {atom.name}: position "
+                f"({', '.join(f'{x:g}' for x in position)}) or occupancy {atom.occ:g} is not a finite number; "
+                "give the atom a position or leave it out"
+            )
 
 
 def _is_amino_acid(residue: Any, library: Any) -> bool:
