@@ -20,6 +20,7 @@ from .loss import Sums, loss_means, loss_sums
 from .recipe import Batch, Evaluates, Generates, Predicts, Recipe, SeveralTerms, Tests
 from .rng import Rng
 from .stream import Slice
+from .watch.data import Samples
 
 EVALUATION_EPOCH = -1
 """The epoch in the keys of randomness outside training: the same at every evaluation."""
@@ -49,6 +50,11 @@ def dataset_size(dataset: Any) -> int:
             "a data set without a length (an IterableDataset) cannot be split over ranks exactly; give it __len__ and "
             "__getitem__"
         ) from None
+
+
+def samples_of(dataset: Any | None) -> Samples | None:
+    """Return what the watch needs of a data set to compare it over the ranks."""
+    return None if dataset is None else Samples(dataset_size(dataset), item_getter(dataset))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from .batching import Batching
 from .checkpoint import Checkpoint
 from .config import RunFacts, TrainConfig
 from .distributed import World
-from .evaluate import dataset_size
+from .evaluate import dataset_size, samples_of
 from .flags import Request
 from .loss import Normalizer
 from .optim import Ema
@@ -21,6 +21,7 @@ from .recipe import Generates, Pretrained, Recipe, SeveralTerms
 from .rundir import RunDir
 from .state import Progress, TrainState
 from .watch import Watch
+from .watch.data import DataWatch
 from .watch.ledger import Ledger
 
 
@@ -78,6 +79,8 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     if request.smoke:
         recipe.smoke()
     data, validation = recipe.dataset("train"), recipe.dataset("val")
+    data_watch = DataWatch(world, {"train": samples_of(data), "val": samples_of(validation)}, seed)
+    run_dir.notes.extend(data_watch.compare_splits())
     if data is None:
         raise ValueError("the recipe has no training set: dataset('train') returned None")
     resumed_global_batch = saved.state["global_batch"] if saved else run_dir.global_batch
@@ -98,7 +101,7 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
     state = TrainState(model, _update(setup, model), emas, ledger, progress, world)
     own_statistics = set(dict(model.named_buffers())) if parallel.has_batch_norm(model) and not sync_bn else set()
-    watch = Watch(world, lambda everything: state.replicated(own_statistics, everything), ledger)
+    watch = Watch(world, lambda everything: state.replicated(own_statistics, everything), ledger, data_watch)
     if saved:
         _check_same_run(saved, seed, size)
         state.restore(saved)

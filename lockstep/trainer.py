@@ -300,7 +300,8 @@ class Trainer:
     def check_ranks(self, everything: bool = False, **facts: float | str | None) -> None:
         """Raise OutOfLockstep unless the ranks agree in all tensors, in the samples used and in `facts`."""
         used, self.samples_used = self.samples_used, []
-        self.watch.check(self.progress.step, used, everything, **facts)
+        for note in self.watch.check(self.progress.step, used, everything, **facts):
+            self.say(note)
 
     @contextmanager
     def _not_timed(self) -> Iterator[None]:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lockstep.watch.drift import checksums, minority
+from lockstep.watch.agreement import minority
+from lockstep.watch.drift import checksums
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 DTYPES += [torch.complex64, torch.complex128]

@@ -23,6 +23,7 @@ def run(words: list[str]) -> int:
         if not isinstance(recipe, Predicts):
             raise ValueError(f"the recipe {type(recipe).__name__} predicts nothing")
         data = recipe.predict_dataset(source)
+        trained.compare_ranks("predict", data)
         predictions = trained.evaluator.predict(data, use.batch_size)
         if not world.is_main:
             return []

@@ -18,6 +18,7 @@ def run(words: list[str]) -> int:
         data = trained.recipe.dataset("test")
         if data is None:
             raise ValueError("the data of this recipe have no test set")
+        trained.compare_ranks("test", data)
         values, sums = trained.evaluator.evaluate(data, use.batch_size, testing=True)
         if not world.is_main:
             return []

@@ -11,8 +11,9 @@ from typing import Any, Literal
 from .. import checkpoint, distributed, flags, launch, precision, registry, rundir
 from ..config import Hardware
 from ..distributed import World
-from ..evaluate import Evaluator
+from ..evaluate import Evaluator, samples_of
 from ..recipe import Recipe
+from ..watch.data import DataWatch
 
 
 @dataclass
@@ -48,6 +49,13 @@ class TrainedRun:
     step: int
     weights: str
     """Whether the model has `plain` or averaged (`ema`) weights."""
+
+    def compare_ranks(self, name: str, dataset: Any) -> None:
+        """Raise OutOfLockstep unless all ranks have the same samples."""
+        evaluator = self.evaluator
+        for note in DataWatch(evaluator.world, {name: samples_of(dataset)}, evaluator.seed).compare_splits():
+            if evaluator.world.is_main:
+                print(f"lockstep: {note}", file=sys.stderr)
 
     def result_folder(self, name: str, out: str | None) -> Path:
         """Create and return the folder for results."""

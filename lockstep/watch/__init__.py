@@ -1,4 +1,7 @@
-"""The checks inside every run: replicas are equal, each sample is used once per epoch, all ranks are at one step."""
+"""The checks inside every run: replicas are equal, each sample is used once per epoch, all ranks are at one step.
+
+And all ranks see the same data.
+"""
 
 import time
 from collections.abc import Callable
@@ -6,31 +9,31 @@ from typing import Any
 
 from torch import Tensor
 
-from ..distributed import RunFailed, World
+from ..distributed import World
 from ..stream import Slice
-from .agreement import disagreement
-from .drift import checksums, differing, minority
+from .agreement import OutOfLockstep, disagreement, minority
+from .data import DataWatch
+from .drift import checksums, differing
 from .ledger import Ledger, tally_epochs
 
-
-class OutOfLockstep(RunFailed):
-    """The ranks no longer train one model on one stream of data."""
+__all__ = ["OutOfLockstep", "Watch"]
 
 
 class Watch:
     """Compares the ranks whenever values are logged; in between it costs nothing."""
 
-    def __init__(self, world: World, replicated: Callable[[bool], dict[str, Tensor]], ledger: Ledger):
+    def __init__(self, world: World, replicated: Callable[[bool], dict[str, Tensor]], ledger: Ledger, data: DataWatch):
         self.world = world
         self.replicated = replicated
         """replicated(everything): the tensors that must be equal on every rank, or of them only the model's."""
-        self.ledger = ledger
+        self.ledger, self.data = ledger, data
         self.seconds = 0.0
         """Time spent on checks so far."""
 
-    def check(self, step: int, used: list[Slice], everything: bool = False, **facts: Any) -> None:
+    def check(self, step: int, used: list[Slice], everything: bool = False, **facts: Any) -> list[str]:
         """Raise OutOfLockstep on all ranks if they differ in `replicated` or `facts`, or a sample was not used once.
 
+        Now and then a sample's content is compared too; what is noticed without being an error is returned.
         `used`: the samples that went through this rank's model since the last check. `everything`: compare averages and
         optimizer state too, which takes several times as long.
         """
@@ -41,10 +44,13 @@ class Watch:
             "used": tally_epochs(used),
         }
         ranks = self.world.gather(own)
-        problem = self.world.broadcast(self._problem(step, ranks) if self.world.is_main else None)
-        self.seconds += time.perf_counter() - started
+        verdict = (self._problem(step, ranks), self.data.choose(step)) if self.world.is_main else None
+        problem, places = self.world.broadcast(verdict)
         if problem:
             raise OutOfLockstep(problem)
+        notes = self.data.compare(places) if places else []
+        self.seconds += time.perf_counter() - started
+        return notes
 
     def _problem(self, step: int, ranks: list[dict[str, Any]]) -> str | None:
         facts = [rank["facts"] for rank in ranks]

@@ -6,7 +6,6 @@ up. Words that are swapped, rows that are reversed and the same bit flipped in t
 different tensors have the same one with a probability of about 2^-32. It is the same on CPU and GPU.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
@@ -115,9 +114,3 @@ def differing(ranks: list[dict[str, int]]) -> tuple[str, int, int] | None:
         return None
     name = wrong[0]
     return name, len(wrong), next(r for r, other in enumerate(ranks) if other.get(name) != ranks[0].get(name))
-
-
-def minority(values: list[int | None]) -> list[int]:
-    """Return the ranks whose value is not that of more than half of them; none if no value has such a majority."""
-    value, count = Counter(values).most_common(1)[0]
-    return [rank for rank, other in enumerate(values) if other != value] if 2 * count > len(values) else []
