@@ -1,6 +1,7 @@
 """Ranks that do not see the same data are found before step 1, or soon after it; random data are called random."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from engine import lines, trainer_for
 from PIL import Image
 from torch import Tensor
 
+from lockstep.commands.trained import TrainedRun
 from lockstep.distributed import World
+from lockstep.evaluate import Evaluator
 from lockstep.flags import parse
 from lockstep.registry import register
 from lockstep.watch import OutOfLockstep
@@ -151,6 +154,22 @@ def test_slow_samples_are_read_seldom(ranks) -> None:
     """Before step 1 for a quarter of a second and the first once more; later for a thousandth of the time."""
     for at_start, soon, later in ranks(2)(slow_checks):
         assert 2 <= at_start <= 4 and soon == 0 and 2 <= later <= 4
+
+
+def predicted(world: World, folder: Path) -> str:
+    """The error of a command whose ranks find other files."""
+    evaluator = Evaluator(tiny.Plain(), torch.nn.Linear(1, 1), world, nullcontext(), 0)
+    run = TrainedRun(folder, tiny.Plain(), evaluator, 0, "plain")
+    try:
+        run.compare_ranks("predict", Points(5 + world.rank))
+    except OutOfLockstep as error:
+        return str(error)
+    return ""
+
+
+def test_commands_that_use_a_trained_run_compare_their_data(ranks, tmp_path: Path) -> None:
+    for message in ranks(2)(predicted, tmp_path):
+        assert "predict has 5 samples on rank 0 but 6 samples on rank 1" in message
 
 
 @dataclass
