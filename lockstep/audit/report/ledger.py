@@ -1,95 +1,107 @@
 """The sample ledger of the page: which samples each rank was given in each pass, and which not exactly once."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..model import JointPass, Trace
 from ..verdict import counted
-from .parts import box, chart, legend, lines, muted, section
 
-_BINS, _ROW, _GAP = 120, 20, 4
-_PICTURES = 8
-"""Further passes have a sentence only."""
+_BINS, _HEIGHT = 120, 16
 _LEAST = 0.2
 """Height of what would be too low to be seen."""
-_CAPTION = muted(
-    "Samples lie from left to right; the higher a cell, the more of its samples the rank was given.", "muted lede"
-)
-_LEGEND = legend(
-    [
-        (box("given"), "given to the rank"),
-        (box("several"), "not once: on several ranks, or again"),
-        (box("unseen"), "on no rank"),
-    ]
-)
 
 
 @dataclass(frozen=True)
-class Share:
-    """How often each rank was given each sample: of all there are, or of those given if that is not known."""
+class Figure:
+    """How often each rank was given each sample in one pass: of all there are, or of those given if that is not
+    known."""
 
-    times: NDArray[np.int64]
-    """By rank and sample."""
-    ends: tuple[str, str]
+    title: str
+    joint: JointPass
+    times: NDArray[np.int64] | None
+    """By rank and sample; None if it is not known which samples a rank was given."""
+    ends: tuple[str, str] = ("", "")
     """Names of the first and the last sample."""
 
     @property
-    def size(self) -> int:
-        return self.times.shape[1]
+    def loader(self) -> str:
+        start = self.joint.first.start
+        batches = f"batches of {start.batch_size}" if start.batch_size else ""
+        sampler = "" if self.joint.is_stream else start.sampler
+        return " · ".join(filter(None, [str(start.at or ""), start.type, sampler, batches]))
 
     @property
-    def total(self) -> NDArray[np.int64]:
-        return self.times.sum(0)
+    def on_every_rank(self) -> bool:
+        return self.times is not None and 1 < len(self.times) == self.joint.world and bool(self.times.all())
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        """Samples on several ranks, several times on one, on none."""
-        ranks = (self.times > 0).sum(0)
-        return int((ranks > 1).sum()), int(((self.total > 1) & (ranks == 1)).sum()), int((ranks == 0).sum())
+    def sentence(self) -> str:
+        """What the picture shows."""
+        if self.times is None:
+            return "Which samples were given is not known."
+        ranks = f"{'rank' if len(self.joint.passes) == 1 else 'ranks'} {', '.join(map(str, self.joint.passes))}"
+        only = "" if self.joint.by_all else f"Only {ranks} made this pass. "
+        return only + self._found(self.times) + self._extent(self.times.shape[1])
 
-    def on_every_rank(self, world: int) -> bool:
-        return 1 < len(self.times) == world and bool(self.times.all())
+    def _found(self, times: NDArray[np.int64]) -> str:
+        size, ranks = times.shape[1], (times > 0).sum(0)
+        if self.on_every_rank:
+            sliced = "; of each batch a rank gives the model its part only" if self.joint.sliced else ""
+            return f"All {size} samples on every rank{sliced}."
+        again = (times.sum(0) > 1) & (ranks == 1)
+        kinds = {"on several ranks": ranks > 1, "more than once on one rank": again, "on none": ranks == 0}
+        found = [(int(which.sum()), where) for where, which in kinds.items() if which.any()]
+        if not found:
+            return f"Each of {size} samples once."
+        (first, where), *others = found
+        phrases = [f"{counted(first, 'sample')} {where}", *(f"{n} {where}" for n, where in others)]
+        return f"{', '.join(phrases)}, of {size}."
 
-    def binned(self, chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """In each bin, from left to right, the share of its samples that are chosen."""
-        bins = min(self.size, _BINS)
-        edges = -(-np.arange(bins + 1) * self.size // bins)
-        return np.add.reduceat(chosen.astype(np.float64), edges[:-1]) / np.diff(edges)
+    def _extent(self, seen: int) -> str:
+        """How much of the data set that was, where it was not all of it."""
+        if self.joint.is_stream:
+            return " They were read from a stream: what else it holds is not known."
+        if self.joint.finished:
+            return ""
+        size = len(self.joint.indices) if self.joint.indices is not None else 0
+        return f" The pass was not finished{f'; there are {size}' if size > seen else ''}."
+
+    @property
+    def rows(self) -> Iterator[tuple[str, dict[str, list[float]]]]:
+        """What is drawn from top to bottom: a name, and for each kind of sample its share of each bin."""
+        if self.times is None:
+            return
+        given = [_binned(times > 0) for times in self.times]
+        most = max(cells.max() for cells in given)
+        for rank, cells in zip(self.joint.passes, given, strict=True):
+            yield f"rank {rank}", {"given": _visible(cells / most)}
+        if not self.on_every_rank or (self.joint.first.trains and not self.joint.sliced):
+            total = self.times.sum(0)
+            kinds = {"several": _binned(total > 1), "unseen": _binned(total == 0)}
+            yield "not once", {kind: _visible(cells) for kind, cells in kinds.items() if cells.any()}
 
 
-def ledger(trace: Trace) -> str:
-    """The section."""
-    passes = _passes(trace)
-    if not passes:
-        return section("samples", "Samples", muted("No sample came from a DataLoader, so the ledger is empty."))
-    figures = "".join(_figure(title, joint) for title, joint in passes[:_PICTURES])
-    pictures = f'<div class="passes">{figures}</div>'
-    return section("samples", "Samples", _CAPTION, _LEGEND, pictures, _further(passes[_PICTURES:]))
-
-
-def _passes(trace: Trace) -> list[tuple[str, JointPass]]:
-    """The passes that gave batches, as they began, each with a title."""
+def ledger(trace: Trace) -> list[Figure]:
+    """A figure for each pass that gave batches, as they began."""
     given = [{n: one for n, one in joint.passes.items() if one.rows or one.index} for joint in trace.joint_passes]
     joints = [JointPass(passes, trace.world) for passes in given if passes]
     titles: Counter[str] = Counter()
-    titled = []
+    figures = []
     for joint in sorted(joints, key=lambda joint: min(one.start.t for one in joint.passes.values())):
         name = "Training" if any(one.trains for one in joint.passes.values()) else "Evaluation"
         titles[name] += 1
-        titled.append((f"{name}, pass {titles[name]}", joint))
-    return titled
+        figures.append(_figure(f"{name}, pass {titles[name]}", joint))
+    return figures
 
 
-def _share(joint: JointPass) -> Share | None:
-    """None if it is not known which samples a rank was given."""
+def _figure(title: str, joint: JointPass) -> Figure:
     parts = [np.asarray(part, np.uint64 if joint.is_stream else np.int64) for part in joint.samples.values()]
     if not all(map(len, parts)):
-        return None
+        return Figure(title, joint, None)
     given = np.concatenate(parts)
     whole, first, positions = np.unique(given, return_index=True, return_inverse=True)
     ends = "in the order they came", ""
@@ -101,88 +113,22 @@ def _share(joint: JointPass) -> Share | None:
         positions = np.searchsorted(whole, given)
         ends = f"sample {whole[0]}", str(whole[-1])
     by_rank = np.split(positions, np.cumsum([len(part) for part in parts])[:-1])
-    return Share(np.stack([np.bincount(part, minlength=len(whole)) for part in by_rank]), ends)
+    return Figure(title, joint, np.stack([np.bincount(part, minlength=len(whole)) for part in by_rank]), ends)
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
-def _sentence(joint: JointPass, share: Share | None) -> str:
-    """What the picture shows."""
-    if share is None:
-        return "Which samples were given is not known."
-    ranks = f"{'rank' if len(joint.passes) == 1 else 'ranks'} {', '.join(map(str, joint.passes))}"
-    return ("" if joint.by_all else f"Only {ranks} made this pass. ") + _found(joint, share) + _extent(joint, share)
+def _binned(chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The share of the samples of each bin that are chosen."""
+    bins = min(len(chosen), _BINS)
+    edges = -(-np.arange(bins + 1) * len(chosen) // bins)
+    return np.add.reduceat(chosen.astype(np.float64), edges[:-1]) / np.diff(edges)
 
 
-def _found(joint: JointPass, share: Share) -> str:
-    if share.on_every_rank(joint.world):
-        sliced = "; of each batch a rank gives the model its part only" if joint.sliced else ""
-        return f"All {share.size} samples on every rank{sliced}."
-    words = ("on several ranks", "more than once on one rank", "on none")
-    parts = [(n, where) for n, where in zip(share.counts, words, strict=True) if n]
-    if not parts:
-        return f"Each of {share.size} samples once."
-    (first, where), *others = parts
-    phrases = [f"{counted(first, 'sample')} {where}", *(f"{n} {where}" for n, where in others)]
-    return f"{', '.join(phrases)}, of {share.size}."
+def _visible(cells: NDArray[np.float64]) -> list[float]:
+    return np.where(cells > 0, np.maximum(cells, _LEAST), 0.0).tolist()
 
 
-def _extent(joint: JointPass, share: Share) -> str:
-    """How much of the data set that was, where it was not all of it."""
-    if joint.is_stream:
-        return " They were read from a stream: what else it holds is not known."
-    if joint.finished:
-        return ""
-    size = len(joint.indices) if joint.indices is not None else 0
-    return f" The pass was not finished{f'; there are {size}' if size > share.size else ''}."
-
-
-# -- drawing ----------------------------------------------------------------------------------------------------------
-def _figure(title: str, joint: JointPass) -> str:
-    share, start = _share(joint), joint.first.start
-    sentence = escape(_sentence(joint, share))
-    batches = f"batches of {start.batch_size}" if start.batch_size else ""
-    loader = filter(None, [str(start.at or ""), start.type, "" if joint.is_stream else start.sampler, batches])
-    head = f'<h3>{escape(title)}</h3><p class="muted small">{" · ".join(map(escape, loader))}</p>'
-    picture = _picture(joint, share, sentence) if share else ""
-    return f"<figure>{head}{picture}<figcaption>{sentence}</figcaption></figure>"
-
-
-def _picture(joint: JointPass, share: Share, sentence: str) -> str:
-    filled = [share.binned(times > 0) for times in share.times]
-    most = max(float(cells.max()) for cells in filled)
-    rows = [(f"rank {rank}", {"given": cells / most}) for rank, cells in zip(joint.passes, filled, strict=True)]
-    if not share.on_every_rank(joint.world) or (joint.first.trains and not joint.sliced):
-        total = share.total
-        rows.append(("not once", {"several": share.binned(total > 1), "unseen": share.binned(total == 0)}))
-    bins, height = len(filled[0]), _ROW * len(rows)
-    drawn = "".join(_row(cells, n * _ROW + _GAP / 2, bins) for n, (_, cells) in enumerate(rows))
-    svg = (
-        f'<svg class="ledger" height="{height}" viewBox="0 0 {bins} {height}" preserveAspectRatio="none" '
-        f'role="img" aria-label="{sentence}">{drawn}</svg>'
-    )
-    ends = f'<div class="ends"><span>{share.ends[0]}</span><span>{share.ends[1]}</span></div>'
-    return chart([name for name, _ in rows], f"height:{_ROW}px", svg) + ends
-
-
-def _row(cells: dict[str, NDArray[np.float64]], top: float, bins: int) -> str:
-    """A shape for each kind: equal neighbours are one box. What was never given hangs from above."""
-    height = _ROW - _GAP
-    drawn = f'<rect class="track" y="{top:g}" width="{bins}" height="{height}"/>'
-    for kind, shares in cells.items():
-        x, boxes = 0, []
-        for share, run in groupby(np.where(shares > 0, np.maximum(shares, _LEAST), 0.0).tolist()):
-            width = len(list(run))
-            if share > 0:
-                y = top if kind == "unseen" else top + height * (1 - share)
-                boxes.append(f"M{x} {y:.4g}h{width}v{height * share:.4g}h-{width}z")
-            x += width
-        drawn += f'<path class="{kind}" d="{"".join(boxes)}"/>' if boxes else ""
-    return drawn
-
-
-def _further(passes: list[tuple[str, JointPass]]) -> str:
-    if not passes:
-        return ""
-    summary = f"<summary>{len(passes)} further {'pass' if len(passes) == 1 else 'passes'}</summary>"
-    sentences = (f"{title}: {_sentence(joint, _share(joint))}" for title, joint in passes)
-    return f"<details>{summary}{lines('list', sentences)}</details>"
+def outline(cells: list[float], hangs: bool) -> str:
+    """The path around bars, one for each cell, that stand on the bottom of a row or hang from its top."""
+    edge, direction = (0, 1) if hangs else (_HEIGHT, -1)
+    tops = (f"V{edge + direction * _HEIGHT * cell:.4g}H{n}" for n, cell in enumerate(cells, 1))
+    return f"M0 {edge}{''.join(tops)}V{edge}z"
