@@ -1,7 +1,7 @@
 """The findings, from findings.toml: how bad each is, why it matters, how to fix it. Judges add what was seen."""
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -30,17 +30,19 @@ class Finding:
     kind: Kind
     what: str
     at: Site | None = None
-    evidence: tuple[str, ...] = field(default=())
+    evidence: tuple[str, ...] = ()
 
     @property
     def severity(self) -> Severity:
         return self.kind.severity
 
 
-KINDS = {
-    name: Kind(name, entry["topic"], entry["severity"], entry["why"], entry["fix"].strip())
-    for name, entry in tomllib.loads(Path(__file__).with_name("findings.toml").read_text()).items()
-}
+_ENTRIES = tomllib.loads(Path(__file__).with_name("findings.toml").read_text())
+KINDS = {name: Kind(name, e["topic"], e["severity"], e["why"], e["fix"].strip()) for name, e in _ENTRIES.items()}
+CONSEQUENCES: dict[str, list[str]] = {name: entry.get("consequences", []) for name, entry in _ENTRIES.items()}
+"""Findings that only follow from another one, by its name."""
+DEAD_SETTINGS: dict[str, str] = _ENTRIES["dead-setting"]["variables"]
+"""Variables of the environment that people set and nothing reads, with what to use instead."""
 
 
 def finding(name: str, what: str, at: Site | None = None, *evidence: str) -> Finding:

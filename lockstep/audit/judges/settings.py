@@ -6,23 +6,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
-from ..catalog import Finding, finding
+from ..catalog import DEAD_SETTINGS, Finding, finding
 from ..events import Batch, Device, Environment, ModelInput, OptimizerInit, PassStart, Print, Start
 from ..model import Rank, Trace
 from ..source import Site
 
-_TIMEOUT = "the time-out is an argument of init_process_group"
-DEAD = {
-    "NCCL_TIMEOUT": _TIMEOUT,
-    "NCCL_TIMEOUT_MS": _TIMEOUT,
-    "TORCH_NCCL_TIMEOUT": _TIMEOUT,
-    "GLOO_TIMEOUT": _TIMEOUT,
-    "DDP_TIMEOUT": _TIMEOUT,
-    "TORCH_DISTRIBUTED_TIMEOUT": _TIMEOUT,
-    "NCCL_BACKEND": "the backend is an argument of init_process_group",
-    "CUDA_VISIBLE_DEVICE": "the variable is CUDA_VISIBLE_DEVICES",
-}
-"""Variables people set that nothing reads."""
 _USERS = ("WANDB_", "NCCL_", "TORCH_", "CUDA_", "OMP_", "HF_", "TOKENIZERS_", "GLOO_")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
@@ -121,8 +109,8 @@ def _environment(rank: Rank) -> Iterator[Finding]:
     given: dict[str, Site | None] = dict.fromkeys(start.environment if start else {})
     changes = rank.of(Environment)
     for name, at in [*given.items(), *((change.name, change.at) for change in changes)]:
-        if name in DEAD:
-            yield finding("dead-setting", f"{name} is read by nothing", at, DEAD[name])
+        if name in DEAD_SETTINGS:
+            yield finding("dead-setting", f"{name} is read by nothing", at, DEAD_SETTINGS[name])
     for change in changes:
         if change.before is not None and change.before != change.value and change.name.startswith(_USERS):
             secret = any(word in change.name for word in _SECRET)
