@@ -104,9 +104,7 @@ def _notes(trace: Trace, spec: LaunchSpec) -> Iterator[str]:
     if parallel := rank.first(events.TensorParallel):
         numbers = ", ".join(map(str, parallel.ranks))
         yield f"ranks {numbers} hold parts of one layer: that they see the same samples is as it should be"
-    started = max((spawn.nprocs for spawn in rank.of(events.Spawn)), default=trace.world)
-    if rank.first(events.RankStarted):
-        started = max([e.n for e in rank.of(events.RankStarted)] + [e.world for e in rank.of(events.InitGroup)])
+    started = rank.started_ranks or trace.world
     if started != trace.world:
         yield f"the script would start {started} ranks itself (--nproc {started}); it was watched on {trace.world}"
     if process := rank.first(events.ProcessStarted):

@@ -49,16 +49,11 @@ class ProbeFailed(Event):
     error: str
 
 
-class Spawn(Event):
-    """torch.multiprocessing.spawn."""
-
-    nprocs: int
-
-
-class RankStarted(Event):
-    """The n-th process that the script would have started as a rank."""
+class RanksStarted(Event):
+    """The script starts ranks itself, all at once or one by one."""
 
     n: int
+    """How many, with those before."""
 
 
 class ProcessStarted(Event):

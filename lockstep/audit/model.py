@@ -9,27 +9,11 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TypeVar
 
-from .events import (
-    Backward,
-    Batch,
-    Collective,
-    End,
-    Event,
-    Forward,
-    ModelInput,
-    PassEnd,
-    PassStart,
-    ProbeFailed,
-    Return,
-    Step,
-    StepLimit,
-    TensorParallel,
-    ZeroGrad,
-)
+from . import events
 from .recorder import decode, unpacked
 from .source import Site
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=events.Event)
 K = TypeVar("K", bound=Hashable)
 
 
@@ -37,20 +21,20 @@ K = TypeVar("K", bound=Hashable)
 class Call:
     """A collective, a backward pass, or the forward pass of a wrapper."""
 
-    event: Collective | Forward | Backward
+    event: events.Collective | events.Forward | events.Backward
     end: float | None
     """When it was left; None: never."""
 
     @property
     def name(self) -> str:
-        return self.event.op if isinstance(self.event, Collective) else type(self.event).__name__.lower()
+        return self.event.op if isinstance(self.event, events.Collective) else type(self.event).__name__.lower()
 
 
 @dataclass
 class Update:
     """What led to one optimizer step."""
 
-    backwards: list[Backward] = field(default_factory=list)
+    backwards: list[events.Backward] = field(default_factory=list)
     syncs: list[bool] = field(default_factory=list)
     """For each forward pass of DDP: whether its backward pass synchronises."""
     passes: list[tuple[int, int]] = field(default_factory=list)
@@ -61,7 +45,7 @@ class Update:
 class Pass:
     """One rank iterates over a DataLoader once."""
 
-    start: PassStart
+    start: events.PassStart
     trains: bool = False
     ended: bool = False
     index: list[int] = field(default_factory=list)
@@ -73,7 +57,7 @@ class Pass:
     """The largest number of samples in a batch."""
     model_rows: int = 0
     """The largest number of samples that the model was given at once while training on it."""
-    after: list[Event] = field(default_factory=list)
+    after: list[events.Event] = field(default_factory=list)
     """What came after its end, up to the next backward pass."""
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """For some samples, by index: a hash of each of its tensors."""
@@ -83,7 +67,7 @@ class Pass:
     """Indices of samples with their hashes."""
     backwards: int = 0
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: events.Batch) -> None:
         hashes = unpacked(batch.hashes)
         self.index += batch.index
         self.hashes += hashes
@@ -104,7 +88,7 @@ class Pass:
 class Rank:
     """The events of one rank, in order, and how its process ended."""
 
-    def __init__(self, number: int, events: list[Event], workers: list[list[Event]], status: int | None):
+    def __init__(self, number: int, events: list[events.Event], workers: list[list[events.Event]], status: int | None):
         self.number, self.events, self.workers, self.status = number, events, workers, status
         self.stack: list[Site] = []
         """The user's lines on its stack when it was found to hang, innermost first."""
@@ -112,8 +96,8 @@ class Rank:
         """Its standard output and error."""
 
     @cached_property
-    def _by_kind(self) -> dict[type[Event], list[Event]]:
-        table: dict[type[Event], list[Event]] = defaultdict(list)
+    def _by_kind(self) -> dict[type[events.Event], list[events.Event]]:
+        table: dict[type[events.Event], list[events.Event]] = defaultdict(list)
         for event in self.events:
             table[type(event)].append(event)
         return table
@@ -132,29 +116,35 @@ class Rank:
     @property
     def failed(self) -> bool:
         """Whether its script ended with an error, or its process without a word."""
-        end = self.first(End)
-        return not end.ok if end else bool(self.status) and not self.first(StepLimit)
+        end = self.first(events.End)
+        return not end.ok if end else bool(self.status) and not self.first(events.StepLimit)
 
     @property
     def error(self) -> str:
-        end = self.first(End)
+        end = self.first(events.End)
         return (end.error if end else None) or ""
 
+    @property
+    def started_ranks(self) -> int:
+        """How many ranks the script starts itself; 0 if a launcher is to start them."""
+        counts = [started.n for started in self.of(events.RanksStarted)]
+        return max(counts + [group.world for group in self.of(events.InitGroup)]) if counts else 0
+
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[events.Step]:
         """Its optimizer steps; of several optimizers, those of the one with most."""
-        counts = Counter(s.optimizer for s in self.of(Step))
+        counts = Counter(s.optimizer for s in self.of(events.Step))
         most = max(sorted(counts), key=lambda n: counts[n], default=None)
-        return [s for s in self.of(Step) if s.optimizer == most]
+        return [s for s in self.of(events.Step) if s.optimizer == most]
 
     @cached_property
     def calls(self) -> list[Call]:
         """In the order they were left; those that never were at the end, outermost first."""
-        calls, entered = list[Call](), list[Collective | Forward | Backward]()
+        calls, entered = list[Call](), list[events.Collective | events.Forward | events.Backward]()
         for event in self.events:
-            if isinstance(event, (Collective, Forward, Backward)):
+            if isinstance(event, (events.Collective, events.Forward, events.Backward)):
                 entered.append(event)
-            elif isinstance(event, Return) and entered:
+            elif isinstance(event, events.Return) and entered:
                 calls.append(Call(entered.pop(), event.t))
         return calls + [Call(event, None) for event in entered]
 
@@ -169,16 +159,16 @@ class Rank:
         updates, last = [Update()], (-1, -1)
         for event in self.events:
             current = updates[-1]
-            if isinstance(event, Backward):
+            if isinstance(event, events.Backward):
                 current.backwards.append(event)
                 current.passes.append(last)
-            elif isinstance(event, Forward) and event.training and event.syncs is not None:
+            elif isinstance(event, events.Forward) and event.training and event.syncs is not None:
                 current.syncs.append(event.syncs)
-            elif isinstance(event, Batch):
+            elif isinstance(event, events.Batch):
                 last = event.loader, event.epoch
-            elif isinstance(event, ZeroGrad) and current.backwards:
+            elif isinstance(event, events.ZeroGrad) and current.backwards:
                 updates[-1] = Update()
-            elif isinstance(event, Step):
+            elif isinstance(event, events.Step):
                 updates.append(Update())
         return [u for u in updates[:-1] if u.backwards]
 
@@ -190,10 +180,10 @@ class Rank:
     @property
     def outcome(self) -> str:
         """What the rank was doing at the end, in words: the predicate of "rank 0 …"."""
-        call, end = self.open_call, self.first(End)
+        call, end = self.open_call, self.first(events.End)
         last = call.event if call else self.events[-1] if self.events else None
         at = self.stack[0] if self.stack else last.at if last else None
-        if self.first(StepLimit):
+        if self.first(events.StepLimit):
             return "had taken its steps"
         if end and end.error:
             return f"had failed at {end.at}: {shorten(end.error, 160, placeholder=' …')}"
@@ -205,7 +195,7 @@ class Rank:
             return "left no record"
         if call is None:
             return f"was at {at}"
-        where = " (gradients are synchronised there)" if isinstance(call.event, Backward) else ""
+        where = " (gradients are synchronised there)" if isinstance(call.event, events.Backward) else ""
         return f"waits in {call.name}{where} at {at}"
 
     @property
@@ -221,37 +211,37 @@ class Rank:
         return f"ended with status {status}"
 
 
-def _passes(events: list[Event]) -> list[Pass]:
+def _passes(recorded: list[events.Event]) -> list[Pass]:
     found: dict[tuple[int, int], Pass] = {}
     last: Pass | None = None
     loaded: list[Pass] = []  # with batches since the last backward pass
     after: list[Pass] = []  # that ended, and what follows is still collected
     went_back = False  # since the last step
-    for event in events:
-        if isinstance(event, PassStart):
+    for event in recorded:
+        if isinstance(event, events.PassStart):
             found[event.loader, event.epoch] = Pass(event)
-        elif isinstance(event, (Batch, PassEnd)) and (current := found.get((event.loader, event.epoch))):
-            if isinstance(event, Batch):
+        elif isinstance(event, (events.Batch, events.PassEnd)) and (current := found.get((event.loader, event.epoch))):
+            if isinstance(event, events.Batch):
                 last = current
                 last.add(event)
                 loaded += [last] if last.unused == 1 and event.grad_enabled else []
             # some loops never ask for one batch more
-            complete = isinstance(event, PassEnd) or current.batches == current.start.batches
+            complete = isinstance(event, events.PassEnd) or current.batches == current.start.batches
             if complete and not current.ended:
                 current.ended = True
                 after.append(current)
-        elif isinstance(event, Backward) and last:
+        elif isinstance(event, events.Backward) and last:
             last.backwards += 1
             _train_on(loaded, last)
-        elif isinstance(event, Step) and last and not went_back:  # by torch.autograd.grad
+        elif isinstance(event, events.Step) and last and not went_back:  # by torch.autograd.grad
             _train_on(loaded, last)
-        elif isinstance(event, ModelInput) and last:
+        elif isinstance(event, events.ModelInput) and last:
             last.model_rows = max(last.model_rows, event.rows)
-        went_back = not isinstance(event, Step) and (went_back or isinstance(event, Backward))
+        went_back = not isinstance(event, events.Step) and (went_back or isinstance(event, events.Backward))
         after = [p for p in after if not p.trains]
         for one in after:
             one.after.append(event)
-        if isinstance(event, (Backward, End)):
+        if isinstance(event, (events.Backward, events.End)):
             after = []
     largest: Counter[Site | None] = Counter()
     for one in found.values():
@@ -334,7 +324,7 @@ class Trace:
     @cached_property
     def readers(self) -> "Trace":
         """Without ranks that are given the samples of another on purpose, since both hold parts of one layer."""
-        groups = ((rank, rank.first(TensorParallel)) for rank in self.ranks)
+        groups = ((rank, rank.first(events.TensorParallel)) for rank in self.ranks)
         readers = [rank for rank, group in groups if group is None or rank.number == group.ranks[0]]
         if len(readers) == self.world:
             return self
@@ -345,8 +335,8 @@ class Trace:
     @property
     def failed_probes(self) -> list[str]:
         """Probes that failed, each with its first error: what they check was not seen."""
-        files = [events for rank in self.ranks for events in (rank.events, *rank.workers)]
-        failures = [event for events in files for event in events if isinstance(event, ProbeFailed)]
+        files = [file for rank in self.ranks for file in (rank.events, *rank.workers)]
+        failures = [event for file in files for event in file if isinstance(event, events.ProbeFailed)]
         first = {failure.probe: failure.error for failure in reversed(failures)}
         return [f"{probe}: {error}" for probe, error in sorted(first.items())]
 

@@ -7,7 +7,7 @@ import re
 import sys
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -112,7 +112,7 @@ def reads_entry(files: Iterable[str], names: Iterable[str]) -> bool | None:
     if not trees:
         return None
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    loaded, wanted = _Loaded(nodes), set(names)
+    loaded, wanted = _loaded(nodes), set(names)
     printed = {id(part) for node in nodes if _prints(node) for part in ast.walk(node)}
     used = (node for node in nodes if id(node) not in printed)
     return any(loaded(value) and keys & {_ALL, *wanted} for node in used for value, keys in _read(node))
@@ -152,57 +152,56 @@ def _parsed(file: str) -> ast.AST | None:
         return None
 
 
-class _Loaded:
-    """Whether an expression is a loaded checkpoint. Followed by name through the whole file: assignments, arguments,
-    and functions that return what they loaded."""
+def _loaded(nodes: list[ast.AST]) -> Callable[[ast.AST], bool]:
+    """Whether an expression is a loaded checkpoint. It is followed by name through all files."""
+    imports = (a for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name == "torch" and a.asname)
+    loads = {"load", "torch.load", *(f"{a.asname}.load" for a in imports)}
+    flows = [(name, list(_values(expression))) for name, expression in _flows(nodes)]
+    names = set[str | None]()
 
-    def __init__(self, nodes: list[ast.AST]):
-        imports = [a for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name == "torch"]
-        self.calls = {"load", "torch.load", *(f"{a.asname}.load" for a in imports if a.asname)}
-        self.loaders, self.holders = set[str](), set[str]()
-        self.functions = defaultdict[str, list[_Function]](list)
-        for node in nodes:
-            if isinstance(node, _Function):
-                self.functions[node.name].append(node)
-        before = -1
-        while before != (before := len(self.loaders) + len(self.holders)):
-            for name, functions in self.functions.items():
-                ends = (n for f in functions for n in ast.walk(f) if isinstance(n, ast.Return))
-                if any(end.value is not None and self(end.value) for end in ends):
-                    self.loaders.add(name)
-            for node in nodes:
-                self._follow(node)
+    def is_loaded(value: ast.AST) -> bool:
+        if isinstance(value, ast.Call):
+            return _name(value.func) in names or ast.unparse(value.func) in loads
+        return _name(value) in names
 
-    def _follow(self, node: ast.AST) -> None:
-        pairs: list[tuple[list[ast.expr], ast.expr | None]] = []
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            both = (zip(t.elts, node.value.elts, strict=False) for t in node.targets if isinstance(t, ast.Tuple))
-            pairs = [([target], value) for pair in both for target, value in pair]
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
-            pairs = [(node.targets if isinstance(node, ast.Assign) else [node.target], node.value)]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
-            pairs = [([node.func.value], value) for value in node.args]
-        for targets in (targets for targets, value in pairs if value is not None and self(value)):
-            parts = [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
-            self.holders |= {name for part in parts if (name := _name(part))}
-        if isinstance(node, ast.Call):
-            for function in self.functions.get(_name(node.func) or "", ()):
-                own = [a.arg for a in function.args.args if a.arg != "self"]
-                passed = [n for n, value in enumerate(node.args) if self(value)]
-                self.holders |= {own[n] for n in passed if n < len(own)}
-                self.holders |= {k.arg for k in node.keywords if k.arg and self(k.value)}
+    while new := {name for name, values in flows if name and name not in names and any(map(is_loaded, values))}:
+        names |= new
+    return lambda expression: any(map(is_loaded, _values(expression)))
 
-    def __call__(self, expression: ast.AST) -> bool:
-        if isinstance(expression, ast.Call):
-            name = _name(expression.func)
-            copied = name in _COPYING and any(self(a) for a in expression.args)
-            copied |= name == "copy" and isinstance(expression.func, ast.Attribute) and self(expression.func.value)
-            return copied or name in self.loaders or ast.unparse(expression.func) in self.calls
-        if isinstance(expression, ast.IfExp):
-            return self(expression.body) or self(expression.orelse)
-        if isinstance(expression, ast.BoolOp):
-            return any(self(value) for value in expression.values)
-        return _name(expression) in self.holders
+
+def _flows(nodes: list[ast.AST]) -> Iterator[tuple[str | None, ast.AST]]:
+    """The names of variables, parameters and functions, each with an expression whose value it gets or returns."""
+    functions = defaultdict[str | None, list[_Function]](list)
+    for function in (n for n in nodes if isinstance(n, _Function)):
+        functions[function.name].append(function)
+        yield from ((function.name, n.value) for n in ast.walk(function) if isinstance(n, ast.Return) and n.value)
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((_name(part), node.value) for target in targets for part in _values(target))
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+                yield from ((_name(node.func.value), argument) for argument in node.args)
+            for function in functions.get(_name(node.func), ()):
+                yield from zip((a.arg for a in function.args.args if a.arg != "self"), node.args, strict=False)
+                yield from ((keyword.arg, keyword.value) for keyword in node.keywords)
+
+
+def _values(expression: ast.AST) -> Iterator[ast.AST]:
+    """The expression, and those of its parts that it may be, hold, or copy."""
+    yield expression
+    parts: list[ast.expr] = []
+    if isinstance(expression, ast.IfExp):
+        parts = [expression.body, expression.orelse]
+    elif isinstance(expression, ast.BoolOp):
+        parts = expression.values
+    elif isinstance(expression, ast.Tuple):
+        parts = expression.elts
+    elif isinstance(expression, ast.Call) and _name(expression.func) in _COPYING:
+        owner = [expression.func.value] if isinstance(expression.func, ast.Attribute) else []
+        parts = [*owner, *expression.args]
+    for part in parts:
+        yield from _values(part)
 
 
 def _name(expression: ast.AST) -> str | None:

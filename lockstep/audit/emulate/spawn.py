@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing
 
-from ..events import InitGroup, ProcessStarted, RankStarted, Spawn
+from ..events import InitGroup, ProcessStarted, RanksStarted
 from ..patch import Function, Patches
 from ..recorder import Recorder
 from ..source import caller, foreign
@@ -44,7 +44,7 @@ class _Spawner:
     ) -> Any:
         if dist.is_initialized():  # these processes assist a rank, such as to prepare data
             return original(fn, args, nprocs, *rest, **kwargs)
-        self.recorder.write(Spawn(nprocs))
+        self.recorder.write(RanksStarted(nprocs))
         if self.rank < nprocs:
             fn(self.rank, *args)
         return SimpleNamespace(join=lambda *_, **__: True, processes=[])
@@ -73,7 +73,7 @@ class _Spawner:
         if self.joined:
             self.started, self.joined = 0, False
         self.started += 1
-        self.recorder.write(RankStarted(self.started))
+        self.recorder.write(RanksStarted(self.started))
         if self.started - 1 == self.rank:
             process.run()
 
@@ -133,30 +133,15 @@ def _function(task: Any) -> Any:
 def _callees(function: Any, owner: Any) -> Iterator[Any]:
     """Yield the callables that a function names: globals, closure variables, attributes of modules and of `owner`, the
     object it is a method of; of a class all methods, since calls on its instances are not followed."""
-    code, value = function.__code__, None
-    closure = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
-    for instruction in dis.get_instructions(code):
-        opname, name = instruction.opname, instruction.argval
-        if opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            value = function.__globals__.get(name)
-        elif opname == "LOAD_DEREF" and name in closure:
-            value = _cell_value(closure[name])
-        elif opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
-            value = getattr(value, name, None)
-        elif opname in ("LOAD_ATTR", "LOAD_METHOD") and value is not None and value is owner:
-            value = inspect.getattr_static(owner, name, None)
-        elif opname.startswith("LOAD_FAST") and code.co_argcount and name == code.co_varnames[0]:
-            value = owner
-        else:
-            value = None
+    code, cells = function.__code__, function.__closure__ or ()
+    variables = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    named = [owner, *(function.__globals__.get(name) for name in variables)]
+    named += [cell.cell_contents for cell in cells if cell != CellType()]  # not one that is still empty
+    for value in named:  # it grows: a module may hold a module
+        if value is owner or isinstance(value, ModuleType):
+            attributes = (inspect.getattr_static(value, name, None) for name in code.co_names if name not in variables)
+            named += [found for found in attributes if all(found is not known for known in named)]
         if isinstance(value, type):
             yield from (f for f in vars(value).values() if inspect.isfunction(f))
         elif callable(value) and value is not owner:
             yield value
-
-
-def _cell_value(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty: not assigned yet
-        return None

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ..catalog import Finding, finding
-from ..events import Backward, Collective, End, Join, OptimizerInit, Spawn
+from ..events import Backward, Collective, End, Join, OptimizerInit
 from ..model import Rank, Trace
 from ..source import depends_on_rank
 
@@ -86,7 +86,7 @@ def _missing_callers(present: list[tuple[Rank, Collective]], absent: list[Rank])
 def _uneven(trace: Trace) -> Finding | None:
     if trace.over or any(rank.first(Join) or _failed_by_itself(rank) for rank in trace.ranks):
         return None
-    if any(spawn.nprocs < trace.world for spawn in trace.ranks[0].of(Spawn)):  # some have nothing to do
+    if 0 < trace.ranks[0].started_ranks < trace.world:  # some have nothing to do
         return None
     backwards = [len(rank.of(Backward)) for rank in trace.ranks]
     steps = [len(rank.steps) for rank in trace.ranks]

@@ -23,6 +23,8 @@ def setup(rank: int) -> None:
 
 
 launching.setup = setup  # type: ignore[attr-defined]
+package = ModuleType("package")
+package.launching = launching  # type: ignore[attr-defined]
 
 
 def train(rank: int) -> None:
@@ -31,6 +33,10 @@ def train(rank: int) -> None:
 
 def by_module(rank: int) -> None:
     launching.setup(rank)
+
+
+def by_package(rank: int) -> None:
+    package.launching.setup(rank)
 
 
 def by_method(rank: int) -> None:
@@ -93,6 +99,7 @@ class Monitor:
 RANKS = {
     "a function": train,
     "one of a module": by_module,
+    "one of a module in a package": by_package,
     "a partial": partial(partial(train), 1),
     "a method": Trainer(2).run,
     "one that makes an object": makes_one,
