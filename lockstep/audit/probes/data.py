@@ -9,7 +9,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,16 +35,6 @@ def install(context: Context) -> None:
     context.watch(DistributedSampler, "__iter__", probe.iterate_sampler)
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         context.intercept(fetcher, "fetch", probe.fetch)
-
-
-@dataclass
-class _Pass:
-    """A loader is iterated."""
-
-    loader: int
-    epoch: int
-    dataset: Any
-    subset: list[int] | None
 
 
 class Data:
@@ -105,35 +94,41 @@ class Data:
             at=at,
         )
         self.recorder.write(event)
-        iterator._lockstep = _Pass(number, event.epoch, dataset, subset)
+        iterator._lockstep = event, subset
 
     def requested(self, index: Any, iterator: Any) -> None:
         """Keep the indices whose batch is still to come: workers are ahead of the loop."""
         vars(iterator).setdefault("_lockstep_requested", deque()).append(index)
 
     def next_batch(self, original: Function, iterator: Any) -> Any:
-        current: _Pass | None = getattr(iterator, "_lockstep", None)
-        if current is None:
+        if not hasattr(iterator, "_lockstep"):
             return original(iterator)
+        start, subset = iterator._lockstep
         try:
             with self._timed():
                 batch = original(iterator)
         except StopIteration:
             self.context.in_loop = False
-            self.recorder.write(PassEnd(current.loader, current.epoch))
+            self.recorder.write(PassEnd(start.loader, start.epoch))
             for act in self.context.on_pass_end if torch.is_grad_enabled() else ():
                 act()
             raise
         requested = vars(iterator).get("_lockstep_requested")
-        self._loaded(current, batch, requested.popleft() if requested else None)
+        index = self._index(requested.popleft(), subset) if requested else None
+        self._loaded(start, batch, [] if index is None or start.is_stream else index)
         return batch
 
-    def _loaded(self, current: _Pass, batch: Any, requested: Any) -> None:
+    @never_raises
+    def _index(self, requested: Any, subset: list[int] | None) -> list[int] | None:
+        """The indices of a batch's samples in the data set without Subsets."""
+        index = _integers(requested)
+        return [subset[i] for i in index] if index is not None and subset is not None else index
+
+    def _loaded(self, start: PassStart, batch: Any, index: list[int]) -> None:
         leaves = self._leaves(batch) or []
         rows = max((len(t) for t in leaves if not t.is_nested and t.dim()), default=0)
-        event = Batch(current.loader, current.epoch, rows, torch.is_grad_enabled(), loading=round(self.loading, 6))
+        event = Batch(start.loader, start.epoch, rows, torch.is_grad_enabled(), index, loading=round(self.loading, 6))
         self.loading = 0.0
-        event.index = self._index(current, requested) or []
         self._add_hashes(event, leaves)
         self.context.batch = leaves
         self.recorder.write(event)
@@ -141,14 +136,6 @@ class Data:
     @never_raises
     def _leaves(self, batch: Any) -> list[Tensor]:
         return list(tensors(batch))
-
-    @never_raises
-    def _index(self, current: _Pass, requested: Any) -> list[int] | None:
-        """The indices of a batch's samples in the data set without Subsets."""
-        index = _integers(requested)
-        if index is None or isinstance(current.dataset, IterableDataset):
-            return None
-        return [current.subset[i] for i in index] if current.subset is not None else index
 
     @never_raises
     def _add_hashes(self, event: Batch, leaves: list[Tensor]) -> None:

@@ -15,10 +15,10 @@ from ..recorder import packed
 
 Words = NDArray[np.uint64]
 Positions = NDArray[np.int64]
-_RUN, _RUNS = 64, (8, 256)
-"""Of a large sample only so many runs of so many bytes are read; of a sample in which hardly any run holds different
-words (black borders, bags of words) more, and at last all of it. Runs and not single numbers: memory comes in lines of
-so many bytes, and reading those of a new batch costs more than hashing them."""
+_RUN, _RUNS, _RUNS_OF_INTEGERS = 64, 8, 256
+"""Of a large sample only so many runs of so many bytes are read; all of a sample in which hardly any run holds
+different words (black borders, bags of words). Runs and not single numbers: memory comes in lines of so many bytes, and
+reading those of a new batch costs more than hashing them. Of integers more is read: texts begin alike and end alike."""
 _FEW = 3
 """Runs with different words that are hardly any."""
 _GOLDEN = 0.6180339887498949
@@ -71,25 +71,19 @@ def sample_hashes(batch: list[Tensor]) -> tuple[str, list[str]]:
 
 
 def _hashes(tensor: Tensor) -> Words:
-    """A hash of each sample. Of integers more is read: texts begin alike and end alike."""
-    return _hash_rows(_rows(tensor), int(tensor.element_size() > 1 and not tensor.is_floating_point()))
-
-
-def _hash_rows(rows: NDArray[Any], level: int, chosen: Positions | None = None) -> Words:
-    """Hashes of all rows or of the chosen ones, by as many runs as this level reads, and by the next level as well
-    where these hold little."""
-    if level == len(_RUNS):
-        return _hash_whole(rows, chosen)
-    run, runs = _RUN // rows.itemsize, _RUNS[level]
+    """A hash of each sample: by some runs of it, and where these hold little by all of it."""
+    rows = _rows(tensor)
+    runs = _RUNS if tensor.element_size() == 1 or tensor.is_floating_point() else _RUNS_OF_INTEGERS
+    run = _RUN // rows.itemsize
     count = rows.shape[1] // run
     if count <= runs:
-        return _sums(_words(rows, chosen))
-    words = _words(rows[:, : count * run].reshape(len(rows), count, run), chosen, _spread(count, runs))
+        return _sums(_words(rows))
+    words = _words(rows[:, : count * run].reshape(len(rows), count, run).take(_spread(count, runs), 1))
     found, parts = _sums(words), words.reshape(len(words), runs, -1)
-    varied = (parts != parts[:, :, :1]).any(2).sum(1)
-    if varied.min() < _FEW:
-        uniform = np.flatnonzero(varied < _FEW)
-        found[uniform] += _hash_rows(rows, level + 1, uniform if chosen is None else chosen[uniform])
+    uniform = np.flatnonzero((parts != parts[:, :, :1]).any(2).sum(1) < _FEW)
+    step = max(1, _PIECE // (rows.shape[1] * rows.itemsize))
+    for chosen in (uniform[i : i + step] for i in range(0, len(uniform), step)):
+        found[chosen] += _hash_whole(_words(rows[chosen]))
     return found
 
 
@@ -103,28 +97,19 @@ def _rows(tensor: Tensor) -> NDArray[Any]:
     return plain.numpy().reshape(len(plain), -1)
 
 
-def _hash_whole(rows: NDArray[Any], chosen: Positions | None) -> Words:
+def _hash_whole(words: Words) -> Words:
     """A hash of each row, by all of it: by each word that is unlike the one before it."""
-    chosen = np.arange(len(rows)) if chosen is None else chosen
-    found = np.empty(len(chosen), np.uint64)
-    step = max(1, _PIECE // (rows.shape[1] * rows.itemsize))
-    for i in range(0, len(chosen), step):
-        words = _words(rows, chosen[i : i + step])
-        flat, begins = words.ravel(), np.arange(len(words)) * words.shape[1]
-        new = np.ones(flat.shape, bool)
-        np.not_equal(flat[1:], flat[:-1], out=new[1:])
-        new[begins] = True
-        positions = np.flatnonzero(new)
-        mixes = mix_array(flat[positions] + (positions % words.shape[1]).astype(np.uint64) * np.uint64(GOLDEN_GAMMA))
-        found[i : i + step] = np.add.reduceat(mixes, np.searchsorted(positions, begins))
-    return found
+    flat, begins = words.ravel(), np.arange(len(words)) * words.shape[1]
+    new = np.ones(flat.shape, bool)
+    np.not_equal(flat[1:], flat[:-1], out=new[1:])
+    new[begins] = True
+    positions = np.flatnonzero(new)
+    mixes = mix_array(flat[positions] + (positions % words.shape[1]).astype(np.uint64) * np.uint64(GOLDEN_GAMMA))
+    return np.add.reduceat(mixes, np.searchsorted(positions, begins))
 
 
-def _words(rows: NDArray[Any], chosen: Positions | None, blocks: Positions | None = None) -> Words:
-    """All rows or the chosen ones, or some blocks of them, as words of 8 bytes."""
-    for axis, index in ((1, blocks), (0, chosen)):
-        if index is not None:
-            rows = rows.take(index, axis)
+def _words(rows: NDArray[Any]) -> Words:
+    """The rows as words of 8 bytes."""
     found = np.ascontiguousarray(rows).reshape(len(rows), -1)
     rest = -found.shape[1] * found.itemsize % 8 // found.itemsize
     return (np.pad(found, ((0, 0), (0, rest))) if rest else found).view(np.uint64)
