@@ -114,10 +114,8 @@ def assert_in_lockstep(
     """
     file = inspect.getsourcefile(train)
     if file is None or not train.__qualname__.isidentifier():
-        raise ValueError(
-            f"{train.__qualname__} is not a module-level function of a file, so other processes cannot call it; "
-            "define it at the top level of a file"
-        )
+        problem = f"{train.__qualname__} is not a module-level function of a file, so other processes cannot call it"
+        raise ValueError(f"{problem}; define it at the top level of a file")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "audit.json"
         flags = ["--nproc", str(nproc), "--steps", str(steps), "--patience", str(patience), "--json", str(result)]

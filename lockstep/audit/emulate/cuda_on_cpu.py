@@ -28,6 +28,7 @@ from .devices import DEVICE_FUNCTIONS, FSDP, DeviceRedirect, VirtualGpus, redire
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _LOCKSTEP = str(Path(__file__).parents[2]) + os.sep
 _MEMORY = 1 << 34
+_PROPERTIES = SimpleNamespace(name="CPU", total_memory=_MEMORY, major=8, minor=0, multi_processor_count=1, uuid="CPU")
 _CONSTANTS: tuple[tuple[Any, Any, tuple[str, ...]], ...] = (
     (torch.cuda, None, ("init", "synchronize", "set_stream", "empty_cache", "ipc_collect", "seed", "seed_all")),
     (torch.cuda, None, ("set_rng_state", "set_rng_state_all", "set_sync_debug_mode")),
@@ -38,11 +39,7 @@ _CONSTANTS: tuple[tuple[Any, Any, tuple[str, ...]], ...] = (
     (torch.cuda, True, ("is_bf16_supported",)),
     (torch.cuda, (8, 0), ("get_device_capability",)),
     (torch.cuda, "CPU in place of a GPU", ("get_device_name",)),
-    (
-        torch.cuda,
-        SimpleNamespace(name="CPU", total_memory=_MEMORY, major=8, minor=0, multi_processor_count=1, uuid="CPU"),
-        ("get_device_properties",),
-    ),
+    (torch.cuda, _PROPERTIES, ("get_device_properties",)),
     (torch.cuda, (_MEMORY, _MEMORY), ("mem_get_info",)),
     (torch.cuda, Counter(), ("memory_stats",)),
     (torch.cuda, "", ("memory_summary",)),
@@ -158,9 +155,8 @@ class _CpuRedirect(DeviceRedirect):
         if getattr(func, "__name__", "") in ("pin_memory", "record_stream"):
             return args[0]
         args = tuple(map(_cpu_type, args)) if func is torch.Tensor.type else args
-        return super().__torch_function__(
-            func, types, args, {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
-        )
+        kwargs = {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _compile(original: Function, model: Any = None, **kwargs: Any) -> Any:

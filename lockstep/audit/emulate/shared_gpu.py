@@ -31,11 +31,7 @@ def install(recorder: Recorder, patches: Patches, count: int) -> None:
     for owner, device_count, set_device, current_device, context in DEVICE_FUNCTIONS:
         patches.wrap(owner, device_count, lambda original: lambda: original() if _called_by_driver() else gpus.count)
         patches.intercept(owner, set_device, partial(_set_device, gpus))
-        patches.wrap(
-            owner,
-            current_device,
-            lambda original: lambda: original() if foreign(caller().file) else gpus.current,
-        )
+        patches.wrap(owner, current_device, lambda real: lambda: real() if foreign(caller().file) else gpus.current)
         patches.replace(owner, context, gpus.context_manager(lambda: not _called_by_driver()))
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and "_get_device_index" in vars(module):

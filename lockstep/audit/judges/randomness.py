@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice
 
 from ..catalog import Finding, finding
 from ..events import Fetch, ModelInput, PassStart, RandomDraw
@@ -50,15 +49,13 @@ def _workers(trace: Trace) -> Iterator[Finding]:
     holders: dict[tuple[str, int], set[tuple[int, int]]] = defaultdict(set)
     for rank in trace.ranks:
         for events in rank.workers:
-            fetches = (e for e in events if isinstance(e, Fetch) and e.drawn)
-            for first in islice(fetches, 1):
-                for source, state in first.drawn.items():
-                    holders[source, state].add((rank.number, first.worker or 0))
+            first = next((e for e in events if isinstance(e, Fetch) and e.drawn), Fetch(0))
+            for source, state in first.drawn.items():
+                holders[source, state].add((rank.number, first.worker or 0))
     for (source, _), workers in holders.items():
         if len(workers) > 1:
             names = ", ".join(f"worker {worker} of rank {rank}" for rank, worker in sorted(workers))
             seen = f"`{source}` starts in the same state in {names}"
-            yield finding(
-                "same-workers", "loader workers draw the same random numbers", trace.ranks[0].line(PassStart), seen
-            )
+            what = "loader workers draw the same random numbers"
+            yield finding("same-workers", what, trace.ranks[0].line(PassStart), seen)
             return

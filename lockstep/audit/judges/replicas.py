@@ -106,9 +106,8 @@ def _training(trace: Trace) -> Iterator[Finding]:
     ended = all((end := r.first(events.End)) is not None and end.ok for r in trace.ranks)
     elsewhere = any(r.first(events.ProcessStarted) for r in trace.ranks)
     if ended and not elsewhere and not any(r.steps for r in trace.ranks):
-        seen = (
-            f"{len(rank.of(events.Batch))} batches, {len(rank.of(events.Backward))} backward passes, no optimizer step"
-        )
+        batches, backwards = len(rank.of(events.Batch)), len(rank.of(events.Backward))
+        seen = f"{batches} batches, {backwards} backward passes, no optimizer step"
         yield finding("no-steps", "the script ended normally and took no step", rank.line(events.OptimizerInit), seen)
         return
     if any(step.without_gradients and step.not_in_model for step in rank.steps):

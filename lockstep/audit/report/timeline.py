@@ -75,9 +75,7 @@ def timeline(trace: Trace) -> Timeline | None:
     starts = sorted(span.start for row in rows for span in row.spans)
     if len(starts) > _MOST:
         begin = max(begin, starts[-_MOST])
-        caption = (
-            f"The last {_MOST} calls; what the ranks did in the {duration(begin - min(times))} before is left out."
-        )
+        caption = f"The last {_MOST} calls only, without the {duration(begin - min(times))} before them."
     end = max(*times, begin + 1e-6)
     end += 0.22 * (end - begin) if trace.hung else 0.0  # room for what never ended
     return Timeline([replace(row, spans=[s for s in row.spans if s.end > begin]) for row in rows], begin, end, caption)
