@@ -61,11 +61,13 @@ def watch(raises: bool = True) -> Iterator[Watched]:
             recorder.write(End(0))
         except BaseException as error:
             recorder.write(End(1, f"{type(error).__name__}: {error}"[:2000]))
-            patches.undo()
-            _send(_files(recorder), rank, _prefixed(patches.store))  # the other ranks must not wait for this one
             raise
-        patches.undo()
-        trace = Trace(_gather(_files(recorder), rank, world, _prefixed(patches.store)))
+        finally:  # also after an error: the other ranks must not wait for this one
+            patches.undo()
+            files, store = _files(recorder), _prefixed(patches.store)
+            if store is not None:
+                store.set(str(rank), zlib.compress(json.dumps(files).encode()))  # type: ignore[arg-type]
+        trace = Trace(_gather(files, rank, world, store))
         watched.findings, watched.blind = judge(trace), trace.failed_probes
     errors = [f"{f.kind.name} at {f.at}: {f.what}" for f in watched.findings if f.severity == "error"]
     if errors and raises:
@@ -85,16 +87,10 @@ def _prefixed(store: dist.Store | None) -> dist.Store | None:
     return dist.PrefixStore(f"lockstep-watch/{_calls}", store) if store is not None else None
 
 
-def _send(files: dict[str, str], rank: int, store: dist.Store | None) -> None:
-    if store is not None:
-        store.set(str(rank), zlib.compress(json.dumps(files).encode()))  # type: ignore[arg-type]
-
-
 def _gather(files: dict[str, str], rank: int, world: int, store: dist.Store | None) -> list[Rank]:
     """Return the records of all ranks, on every rank: each judges them, with the same result."""
     files_of = {rank: files}
     if world > 1 and store is not None:
-        _send(files, rank, store)
         for other in range(world):
             store.wait([str(other)], _TIMEOUT)
             files_of[other] = json.loads(zlib.decompress(store.get(str(other))))

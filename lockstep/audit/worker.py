@@ -12,6 +12,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +21,7 @@ import torch
 
 from . import probes
 from .emulate import cuda_on_cpu, frameworks, shared_gpu, spawn
-from .events import End, Start, StepLimit
+from .events import End, Event, Start, StepLimit
 from .patch import Patches
 from .recorder import Recorder
 from .source import Site, declared_flag, foreign
@@ -70,21 +71,16 @@ def run_worker(spec: LaunchSpec, rank: int, port: int, folder: Path) -> NoReturn
     _install(spec, recorder)
     settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
     recorder.write(Start(settings, spec.shared_gpu))
-    _finish(recorder, _run_script(spec.argv, recorder))
+    end = _run_script(spec.argv)
+    _finish(recorder, end, end.status)
 
 
 def _set_environment(spec: LaunchSpec, rank: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(spec.nproc),
-        LOCAL_WORLD_SIZE=str(spec.nproc),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="lockstep-audit",
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
+    """As torchrun does."""
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"GROUP_RANK": "0"}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(spec.nproc))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "lockstep-audit", "TORCHELASTIC_RESTART_COUNT": "0"}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.nproc)))
     if spec.shared_gpu:
         os.environ["NCCL_HOSTID"] = f"lockstep-audit-rank-{rank}"
@@ -98,27 +94,24 @@ def _install(spec: LaunchSpec, recorder: Recorder) -> None:
     if spec.shared_gpu:
         shared_gpu.install(recorder, patches, spec.nproc)
     spawn.install(recorder, patches)
-    probes.install(recorder, spec.steps, lambda: _stop_at_limit(recorder))
-    patches.wrap(os, "_exit", lambda original: lambda status: _exit_early(recorder, status))
+    probes.install(recorder, spec.steps, lambda: _finish(recorder, StepLimit(), 0))
+    patches.wrap(os, "_exit", lambda _: partial(_exit_early, recorder))
 
 
-def _run_script(argv: list[str], recorder: Recorder) -> int:
-    """Return the exit status of the script."""
-    end = End(0)
+def _run_script(argv: list[str]) -> End:
+    """Return how the script ended."""
     try:
         _run_as_main(argv)
     except SystemExit as request:
         if request.code is None or isinstance(request.code, int):
-            end = End(request.code or 0)
-        else:
-            os.write(2, f"{request.code}\n".encode())  # as Python does it
-            end = End(1, str(request.code)[:2000] or "SystemExit", at=_user_line(request))
+            return End(request.code or 0)
+        os.write(2, f"{request.code}\n".encode())  # as Python does it
+        return End(1, str(request.code)[:2000] or "SystemExit", at=_user_line(request))
     except BaseException as error:
         sys.stdout.flush()
         os.write(2, traceback.format_exc().encode())  # the script may have silenced print on all ranks but one
-        end = End(1, f"{type(error).__name__}: {error}"[:2000], at=_user_line(error))
-    recorder.write(end)
-    return end.status
+        return End(1, f"{type(error).__name__}: {error}"[:2000], at=_user_line(error))
+    return End(0)
 
 
 def _run_as_main(argv: list[str]) -> None:
@@ -161,17 +154,12 @@ def _exit_early(recorder: Recorder, status: int) -> NoReturn:
     """Replace `os._exit` of the script; processes that it forked exit as usual."""
     if recorder.in_worker:
         _exit(status)
-    recorder.write(End(status))
-    _finish(recorder, status)
+    _finish(recorder, End(status), status)
 
 
-def _stop_at_limit(recorder: Recorder) -> NoReturn:
-    recorder.write(StepLimit())
-    _finish(recorder, 0)
-
-
-def _finish(recorder: Recorder, status: int) -> NoReturn:
+def _finish(recorder: Recorder, last: Event, status: int) -> NoReturn:
     """Report that this rank has finished, and exit when all have: an exit closes the connections of the others."""
+    recorder.write(last)
     sys.stdout.flush()
     sys.stderr.flush()
     recorder.file.flush()

@@ -280,25 +280,14 @@ def test_of_many_steps_the_last_are_drawn() -> None:
     assert "The last 600 calls only, without the 3.50 s before them." in page
 
 
-def test_loading_is_drawn_before_its_batch_and_forward_passes_end_where_it_begins() -> None:
+def test_loading_is_drawn_before_its_batch() -> None:
     log = Log()
-    log.write(Batch(1, 1, 2, loading=0.001))
+    log.write(Batch(1, 1, 2, loading=0.0005))
     log.write(Batch(1, 1, 2, loading=0.004), later=0.010)
     spans = [(s.kind, s.start - 1000, s.end - 1000) for s in spans_of(Rank(0, log.events, [], 0), 0)]
     assert spans == [
-        (kind, pytest.approx(start), pytest.approx(end))
-        for kind, start, end in (("loading", 0.0, 0.001), ("forward", 0.001, 0.007), ("loading", 0.007, 0.011))
+        ("loading", pytest.approx(start), pytest.approx(end)) for start, end in ((0.0005, 0.001), (0.007, 0.011))
     ]
-
-
-def test_a_forward_pass_around_the_wrapper_is_drawn_from_the_batch_on() -> None:
-    log = Log()
-    log.write(Batch(1, 1, 2))
-    log.write(ModelInput(1), later=0.002)
-    log.write(Backward(), later=0.003)
-    log.write(Return())
-    forward = next(s for s in spans_of(Rank(0, log.events, [], 0), 0) if s.kind == "forward")
-    assert forward.end - forward.start == pytest.approx(0.005, abs=1e-6)
 
 
 # -- ledger -----------------------------------------------------------------------------------------------------------

@@ -78,11 +78,11 @@ class Figure:
         given = [_binned(times > 0) for times in self.times]
         most = max(cells.max() for cells in given)
         for rank, cells in zip(self.joint.passes, given, strict=True):
-            yield f"rank {rank}", {"given": _visible(cells / most)}
+            yield f"rank {rank}", {"given": (cells / most).tolist()}
         if not self.on_every_rank or (self.joint.first.trains and not self.joint.sliced):
             total = self.times.sum(0)
             kinds = {"several": _binned(total > 1), "unseen": _binned(total == 0)}
-            yield "not once", {kind: _visible(cells) for kind, cells in kinds.items() if cells.any()}
+            yield "not once", {kind: cells.tolist() for kind, cells in kinds.items() if cells.any()}
 
 
 def ledger(trace: Trace) -> list[Figure]:
@@ -123,12 +123,9 @@ def _binned(chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
     return np.add.reduceat(chosen.astype(np.float64), edges[:-1]) / np.diff(edges)
 
 
-def _visible(cells: NDArray[np.float64]) -> list[float]:
-    return np.where(cells > 0, np.maximum(cells, _LEAST), 0.0).tolist()
-
-
 def outline(cells: list[float], hangs: bool) -> str:
     """The path around bars, one for each cell, that stand on the bottom of a row or hang from its top."""
     edge, direction = (0, 1) if hangs else (_HEIGHT, -1)
-    tops = (f"V{edge + direction * _HEIGHT * cell:.4g}H{n}" for n, cell in enumerate(cells, 1))
+    heights = (direction * _HEIGHT * max(cell, _LEAST) if cell else 0.0 for cell in cells)
+    tops = (f"V{edge + height:.4g}H{n}" for n, height in enumerate(heights, 1))
     return f"M0 {edge}{''.join(tops)}V{edge}z"

@@ -10,9 +10,6 @@ from ..model import Rank, Trace
 _MOST = 600
 """Spans that are drawn: the last ones."""
 _TRAINING = (events.PassStart, events.Batch, events.ModelInput, events.Forward, events.Backward, events.Step)
-_AFTER_FORWARD = (
-    events.Batch, events.Backward, events.Step, events.PassStart, events.PassEnd, events.Collective, events.End
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,28 +97,11 @@ def _row(trace: Trace, rank: Rank) -> Row:
 
 def spans_of(rank: Rank, until: float) -> list[Span]:
     """What a rank did, outer spans before those inside them; what it never left lasts to `until`."""
-    spans = list(_around_batches(rank))
+    spans = [Span("loading", b.t - b.loading, b.t, _label("loading", b)) for b in rank.of(events.Batch)]
     for call in rank.calls:
         kind, end = type(call.event).__name__.lower(), until if call.end is None else call.end
         spans.append(Span(kind, call.event.t, end, _label(call.name, call.event), call is rank.open_call))
     return sorted(spans, key=lambda s: (s.start, -s.end))
-
-
-def _around_batches(rank: Rank) -> Iterator[Span]:
-    """Loading, and forward passes without a wrapper: these are not recorded, but fill the time from a batch to what
-    follows it."""
-    given: events.Event | None = None
-    for event in rank.events:
-        start = event.t - event.loading if isinstance(event, events.Batch) else event.t
-        if given is not None and isinstance(event, _AFTER_FORWARD):
-            yield Span("forward", given.t, max(given.t, start), _label("forward", given))
-            given = None
-        if isinstance(event, events.Batch):
-            yield Span("loading", start, event.t, _label("loading", event))
-        if isinstance(event, events.Batch) or (isinstance(event, events.ModelInput) and given is None):
-            given = event
-        elif isinstance(event, events.Forward):
-            given = None
 
 
 def _label(name: str, event: events.Event) -> str:
