@@ -13,10 +13,8 @@ KINDS: dict[str, "type[Event]"] = {}
 class Event:
     """What all kinds have in common, filled in by the recorder. Every subclass is made a dataclass."""
 
-    t: float = field(default=0.0, kw_only=True)
-    """Seconds since the epoch."""
-    at: Site | None = field(default=None, kw_only=True)
-    """The innermost line of the user's code."""
+    t: float = field(default=0.0, kw_only=True)  # seconds since the epoch
+    at: Site | None = field(default=None, kw_only=True)  # the innermost line of the user's code
 
     def __init_subclass__(cls) -> None:
         KINDS[cls.__name__] = dataclass(cls)
@@ -25,8 +23,7 @@ class Event:
 # -- the process ------------------------------------------------------------------------------------------------------
 class Start(Event):
     environment: dict[str, str]
-    shares_gpu: bool = False
-    """Whether the audit put all ranks on one GPU."""
+    shares_gpu: bool = False  # whether the audit put all ranks on one GPU
 
 
 class End(Event):
@@ -52,8 +49,7 @@ class ProbeFailed(Event):
 class RanksStarted(Event):
     """The script starts ranks itself, all at once or one by one."""
 
-    n: int
-    """How many, with those before."""
+    n: int  # how many, with those before
 
 
 class ProcessStarted(Event):
@@ -61,13 +57,11 @@ class ProcessStarted(Event):
 
 
 class InitGroup(Event):
-    world: int
-    """As given to init_process_group; -1 if it was not."""
+    world: int  # as given to init_process_group; -1 if it was not
 
 
 class Device(Event):
-    op: str
-    """use: a tensor or module is moved to it; device_ids: DDP is given it; set_device; framework."""
+    op: str  # use: a tensor or module is moved to it; device_ids: DDP is given it; set_device; framework
     index: int
 
 
@@ -76,38 +70,31 @@ class Environment(Event):
 
     name: str
     value: str
-    before: str | None = None
-    """What the user had set."""
+    before: str | None = None  # what the user had set
 
 
 # -- calls: entered, and left with a Return ---------------------------------------------------------------------------
 class Collective(Event):
     op: str
-    by_library: bool = False
-    """Whether it is called by a library, not by the user's code."""
-    group: list[int] | None = None
-    """The ranks of its group; None: all. Empty if it is not known."""
+    by_library: bool = False  # whether it is called by a library, not by the user's code
+    group: list[int] | None = None  # the ranks of its group; None: all. Empty if it is not known.
     group_name: str = ""
-    in_thread: bool = False
-    """Whether it is called outside of the main thread."""
+    in_thread: bool = False  # whether it is called outside of the main thread
     shape: list[int] | None = None
     dtype: str | None = None
     root: int | None = None
-    members: list[int] | None = None
-    """The ranks of the group that new_group makes."""
+    members: list[int] | None = None  # the ranks of the group that new_group makes
 
 
 class Forward(Event):
     """The forward pass of DDP or FSDP."""
 
     training: bool
-    syncs: bool | None = None
-    """Whether DDP synchronises gradients in the backward pass that follows; None: this is FSDP."""
+    syncs: bool | None = None  # whether DDP synchronises gradients in its backward pass; None: this is FSDP
 
 
 class Backward(Event):
-    scaled: bool = False
-    """Whether the loss was multiplied or divided last, other than by a gradient scaler."""
+    scaled: bool = False  # whether the loss was multiplied or divided last, other than by a gradient scaler
 
 
 class Return(Event):
@@ -120,10 +107,8 @@ class ModelInput(Event):
 
     n: int
     rows: int = 0
-    hashes: str = ""
-    """Of the first samples, packed."""
-    generator: int | None = None
-    """A checksum of the random generator's state, if the model has dropout."""
+    hashes: str = ""  # of the first samples, packed
+    generator: int | None = None  # a checksum of the random generator's state, if the model has dropout
 
 
 class InputChanged(Event):
@@ -147,28 +132,20 @@ class Step(Event):
     optimizer: int
     n: int
     lr: list[float]
-    backwards: int = 1
-    """Backward passes since its step before."""
-    stale: bool = False
-    """Whether the gradients of the step before were not cleared."""
+    backwards: int = 1  # backward passes since its step before
+    stale: bool = False  # whether the gradients of the step before were not cleared
     prints: int = 0
-    waits: list[tuple[str, int, str]] = field(default_factory=list)
-    """File, line and method of Tensor where the script waited for the device."""
-    unused_search_empty: bool | None = None
-    """Whether find_unused_parameters found none; None: DDP does not search."""
-    devices: list[str] = field(default_factory=list)
-    """Of the optimizer's parameters. This and the next three: in its first step only."""
+    waits: list[tuple[str, int, str]] = field(default_factory=list)  # for the device: file, line, method of Tensor
+    unused_search_empty: bool | None = None  # whether find_unused_parameters found none; None: DDP does not search
+    devices: list[str] = field(default_factory=list)  # of the optimizer's parameters. These four: in step 1 only.
     fp16_weights: bool = False
-    without_gradients: bool = False
-    """Whether none of its parameters has a gradient."""
-    not_in_model: bool = False
-    """Whether none of its parameters is one of a module that runs."""
-    not_wrapped: list[str] = field(default_factory=list)
-    """Parameters that neither DDP nor FSDP synchronises, though one of them is in use."""
-    no_gradient_yet: list[str] | None = None
-    """Parameters that had no gradient in any step so far; None: not checked in this step."""
-    not_optimized: list[str] = field(default_factory=list)
-    """Parameters with a gradient that are in no optimizer."""
+    without_gradients: bool = False  # whether none of its parameters has a gradient
+    not_in_model: bool = False  # whether none of its parameters is one of a module that runs
+    not_wrapped: list[str] = field(default_factory=list)  # parameters that no wrapper synchronises, though there is one
+    no_gradient_yet: list[str] | None = (
+        None  # parameters without one in any step so far; None: not checked in this step
+    )
+    not_optimized: list[str] = field(default_factory=list)  # parameters with a gradient that are in no optimizer
 
 
 class Weights(Event):
@@ -180,8 +157,7 @@ class Weights(Event):
 
 
 class SchedulerStep(Event):
-    metric: float | None = None
-    """Of ReduceLROnPlateau."""
+    metric: float | None = None  # of ReduceLROnPlateau
 
 
 # -- wrappers ---------------------------------------------------------------------------------------------------------
@@ -194,8 +170,7 @@ class FSDPInit(Event):
 
 
 class TensorParallel(Event):
-    ranks: list[int]
-    """Those that hold parts of one layer."""
+    ranks: list[int]  # those that hold parts of one layer
 
 
 class Join(Event):
@@ -212,8 +187,7 @@ class Buffers(Event):
     ddp: int
     n: int
     checksums: dict[str, int]
-    local_norms: list[str] = field(default_factory=list)
-    """BatchNorm layers that use the statistics of this rank only."""
+    local_norms: list[str] = field(default_factory=list)  # BatchNorm layers that use the statistics of this rank only
 
 
 class NoSync(Event):
@@ -228,23 +202,19 @@ class PassStart(Event):
     """A DataLoader is iterated."""
 
     loader: int
-    epoch: int
-    """How many times this loader was iterated so far."""
-    dataset: int
-    """Which data set, without the Subsets around it."""
+    epoch: int  # how many times this loader was iterated so far
+    dataset: int  # which data set, without the Subsets around it
     type: str
     is_stream: bool = False
     size: int | None = None
     is_subset: bool = False
-    subset: list[int] | None = None
-    """The indices of a Subset in the whole data set, if they are not too many."""
+    subset: list[int] | None = None  # the indices of a Subset in the whole data set, if they are not too many
     batch_size: int | None = None
     batches: int | None = None
     workers: int = 0
     start_method: str | None = None
     sampler: str | None = None
-    in_order: bool = False
-    """Whether nothing shuffles."""
+    in_order: bool = False  # whether nothing shuffles
     has_set_epoch: bool = False
 
 
@@ -253,16 +223,11 @@ class Batch(Event):
     epoch: int
     rows: int
     grad_enabled: bool = True
-    index: list[int] = field(default_factory=list)
-    """Of its samples in the whole data set; empty: not known."""
-    hashes: str = ""
-    """One for each sample, packed."""
-    parts: list[str] = field(default_factory=list)
-    """The same for each tensor of the batch by itself, of the first samples."""
-    labels: list[int] = field(default_factory=list)
-    """Which of these tensors hold one integer for each sample."""
-    loading: float = 0.0
-    """Seconds spent in loaders since the batch before."""
+    index: list[int] = field(default_factory=list)  # of its samples in the whole data set; empty: not known
+    hashes: str = ""  # one for each sample, packed
+    parts: list[str] = field(default_factory=list)  # the same for each tensor of the batch, of the first samples
+    labels: list[int] = field(default_factory=list)  # which of these tensors hold one integer for each sample
+    loading: float = 0.0  # seconds spent in loaders since the batch before
 
 
 class PassEnd(Event):
@@ -280,8 +245,7 @@ class SamplerOrder(Event):
 class Fetch(Event):
     n: int
     worker: int | None = None
-    drawn: dict[str, int] = field(default_factory=dict)
-    """The generators that the data set drew from, each with a checksum of its state before."""
+    drawn: dict[str, int] = field(default_factory=dict)  # generators that were drawn from, with checksums before
 
 
 class RandomDraw(Event):
@@ -304,8 +268,7 @@ class Scaler(Event):
 
     op: str
     n: int
-    scale: float | None = None
-    """After update()."""
+    scale: float | None = None  # after update()
 
 
 class Clip(Event):
@@ -316,16 +279,13 @@ class Clip(Event):
 class Save(Event):
     path: str
     existed: bool
-    keys: list[str]
-    """The first names of weights."""
-    prefixed: bool
-    """Whether weights have the prefix of DDP."""
+    keys: list[str]  # the first names of weights
+    prefixed: bool  # whether weights have the prefix of DDP
 
 
 class Load(Event):
     path: str
-    progress: list[str]
-    """Keys of the checkpoint that tell how far training was."""
+    progress: list[str]  # keys of the checkpoint that tell how far training was
     has_optimizer: bool
 
 
