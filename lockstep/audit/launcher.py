@@ -23,6 +23,7 @@ from .model import Trace, read_ranks
 from .source import Site, foreign
 from .worker import ALL_DONE, DONE, LaunchSpec, run_worker
 
+_Ending = Literal["finished", "hung", "timed out"]
 _POLL_SECONDS = 0.05
 _BUSY = 0.02
 """CPU usage of a rank, as a share of one core, above which it makes progress."""
@@ -43,10 +44,9 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
-        try:
+        with suppress(psutil.NoSuchProcess):
             return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return False
 
     @property
     def has_finished(self) -> bool:
@@ -58,11 +58,10 @@ class _Process:
 
     @property
     def cpu_seconds(self) -> float:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             return sum(sum(p.cpu_times()[:2]) for p in (process, *process.children(recursive=True)))
-        except psutil.NoSuchProcess:
-            return 0.0
+        return 0.0
 
     @property
     def waits_for_disk(self) -> bool:
@@ -150,9 +149,7 @@ def _started(spec: LaunchSpec, folder: Path) -> Iterator[list[_Process]]:
             process.kill()
 
 
-def _wait(
-    processes: list[_Process], patience: float, limit: float, by_cpu: bool
-) -> Literal["finished", "hung", "timed out"]:
+def _wait(processes: list[_Process], patience: float, limit: float, by_cpu: bool) -> _Ending:
     """Wait until all ranks have finished, none makes progress, or `limit` seconds have passed."""
     started = now = measured = time.monotonic()
     idle, recorded, cpu = 0.0, -1, 0.0

@@ -64,7 +64,9 @@ def watch(raises: bool = True) -> Iterator[Watched]:
             raise
         finally:  # also after an error: the other ranks must not wait for this one
             patches.undo()
-            files, store = _files(recorder), _prefixed(patches.store)
+            recorder.file.close()
+            files = {path.name: path.read_text() for path in recorder.folder.glob("*.jsonl")}  # workers have their own
+            store = dist.PrefixStore(f"lockstep-watch/{_calls}", patches.store) if patches.store is not None else None
             if store is not None:
                 store.set(str(rank), zlib.compress(json.dumps(files).encode()))  # type: ignore[arg-type]
         trace = Trace(_gather(files, rank, world, store))
@@ -74,17 +76,6 @@ def watch(raises: bool = True) -> Iterator[Watched]:
         raise OutOfLockstep("; ".join(errors))
     for failure in watched.blind:
         warnings.warn(f"a probe failed, so what it checks was not checked ({failure})", stacklevel=3)
-
-
-def _files(recorder: Recorder) -> dict[str, str]:
-    """Return the content of the files that this rank and its loader workers wrote, by name."""
-    recorder.file.close()
-    return {p.name: p.read_text() for p in recorder.folder.glob("*.jsonl")}
-
-
-def _prefixed(store: dist.Store | None) -> dist.Store | None:
-    """Return the store with keys of this call's own."""
-    return dist.PrefixStore(f"lockstep-watch/{_calls}", store) if store is not None else None
 
 
 def _gather(files: dict[str, str], rank: int, world: int, store: dist.Store | None) -> list[Rank]:

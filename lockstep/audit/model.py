@@ -3,7 +3,7 @@
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from textwrap import shorten
@@ -22,8 +22,7 @@ class Call:
     """A collective, a backward pass, or the forward pass of a wrapper."""
 
     event: events.Collective | events.Forward | events.Backward
-    end: float | None
-    """When it was left; None: never."""
+    end: float | None  # when it was left; None: never
 
     @property
     def name(self) -> str:
@@ -35,10 +34,8 @@ class Update:
     """What led to one optimizer step."""
 
     backwards: list[events.Backward] = field(default_factory=list)
-    syncs: list[bool] = field(default_factory=list)
-    """For each forward pass of DDP: whether its backward pass synchronises."""
-    passes: list[tuple[int, int]] = field(default_factory=list)
-    """For each backward pass: loader and epoch of the batch before it."""
+    syncs: list[bool] = field(default_factory=list)  # for each forward pass of DDP: whether its backward pass does
+    passes: list[tuple[int, int]] = field(default_factory=list)  # for each backward pass: loader and epoch of its batch
 
 
 @dataclass
@@ -51,20 +48,13 @@ class Pass:
     index: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
     batches: int = 0
-    unused: int = 0
-    """Batches loaded, with gradients enabled, since the last backward pass."""
-    rows: int = 0
-    """The largest number of samples in a batch."""
-    model_rows: int = 0
-    """The largest number of samples that the model was given at once while training on it."""
-    after: list[events.Event] = field(default_factory=list)
-    """What came after its end, up to the next backward pass."""
-    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """For some samples, by index: a hash of each of its tensors."""
-    labels: list[int] = field(default_factory=list)
-    """Which of these tensors hold one integer for each sample: they are hardly ever drawn at random."""
-    contents: list[tuple[int, int]] = field(default_factory=list)
-    """Indices of samples with their hashes."""
+    unused: int = 0  # batches loaded, with gradients enabled, since the last backward pass
+    rows: int = 0  # the largest number of samples in a batch
+    model_rows: int = 0  # the largest number of samples that the model was given at once while training on it
+    after: list[events.Event] = field(default_factory=list)  # what came after its end, up to the next backward
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by index, for some: a hash of each tensor
+    labels: list[int] = field(default_factory=list)  # which of these tensors are integers, hardly ever drawn
+    contents: list[tuple[int, int]] = field(default_factory=list)  # indices of samples with their hashes
     backwards: int = 0
 
     def add(self, batch: events.Batch) -> None:
@@ -90,10 +80,8 @@ class Rank:
 
     def __init__(self, number: int, events: list[events.Event], workers: list[list[events.Event]], status: int | None):
         self.number, self.events, self.workers, self.status = number, events, workers, status
-        self.stack: list[Site] = []
-        """The user's lines on its stack when it was found to hang, innermost first."""
-        self.printed = ""
-        """Its standard output and error."""
+        self.stack: list[Site] = []  # the user's lines when it was found to hang, innermost first
+        self.printed = ""  # its standard output and error
 
     @cached_property
     def _by_kind(self) -> dict[type[events.Event], list[events.Event]]:
@@ -114,15 +102,17 @@ class Rank:
         return first.at if first else None
 
     @property
+    def end(self) -> events.End | None:
+        return self.first(events.End)
+
+    @property
     def failed(self) -> bool:
         """Whether its script ended with an error, or its process without a word."""
-        end = self.first(events.End)
-        return not end.ok if end else bool(self.status) and not self.first(events.StepLimit)
+        return not self.end.ok if self.end else bool(self.status) and not self.first(events.StepLimit)
 
     @property
     def error(self) -> str:
-        end = self.first(events.End)
-        return (end.error if end else None) or ""
+        return (self.end.error if self.end else None) or ""
 
     @property
     def started_ranks(self) -> int:
@@ -180,7 +170,7 @@ class Rank:
     @property
     def outcome(self) -> str:
         """What the rank was doing at the end, in words: the predicate of "rank 0 …"."""
-        call, end = self.open_call, self.first(events.End)
+        call, end = self.open_call, self.end
         last = call.event if call else self.events[-1] if self.events else None
         at = self.stack[0] if self.stack else last.at if last else None
         if self.first(events.StepLimit):
@@ -307,15 +297,14 @@ class JointPass:
         return {rank: one.hashes if self.is_stream else one.index for rank, one in self.passes.items()}
 
 
+@dataclass(eq=False)
 class Trace:
     """What all ranks did."""
 
-    def __init__(self, ranks: list[Rank], hung: bool = False, over: bool = False):
-        self.ranks, self.hung = ranks, hung
-        self.over = over
-        """Whether the audit ended it because its time was over."""
-        self.single: Trace | None = None
-        """The same script on one rank, where a judge needs it to compare."""
+    ranks: list[Rank]
+    hung: bool = False
+    over: bool = False  # whether the audit ended it because its time was over
+    single: "Trace | None" = None  # the same script on one rank, where a judge needs it to compare
 
     @property
     def world(self) -> int:
@@ -326,11 +315,7 @@ class Trace:
         """Without ranks that are given the samples of another on purpose, since both hold parts of one layer."""
         groups = ((rank, rank.first(events.TensorParallel)) for rank in self.ranks)
         readers = [rank for rank, group in groups if group is None or rank.number == group.ranks[0]]
-        if len(readers) == self.world:
-            return self
-        trace = Trace(readers, self.hung, self.over)
-        trace.single = self.single
-        return trace
+        return self if len(readers) == self.world else replace(self, ranks=readers)
 
     @property
     def failed_probes(self) -> list[str]:

@@ -6,7 +6,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +19,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
-        self.store: Any = None
-        """The key-value store of the process group, kept for after the group is destroyed."""
+        self.store: Any = None  # the key-value store of the process group, kept for after the group is destroyed
 
     def wrap(self, owner: Any, name: str, around: Callable[[Function], Function]) -> None:
         """Replace `owner.name` by `around(owner.name)`. The owner "module" or "module:Class" is that module or class,
@@ -97,9 +96,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, act: Callable[[ModuleType], None]):
         self.name, self.act, self.is_busy = name, act, False
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         if name != self.name or self.is_busy:
             return None
         self.is_busy = True

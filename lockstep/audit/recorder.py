@@ -31,8 +31,7 @@ class Recorder:
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
-        self.on_gpu = False
-        """Whether the script uses a GPU, or a CPU that CUDA is mapped onto: then waits for the device matter."""
+        self.on_gpu = False  # whether the script uses a GPU, or a CPU that stands for one: then waits for it matter
         self.owner = os.getpid()
         self.hidden = threading.local()
         self._open(f"rank{rank}.jsonl")

@@ -38,15 +38,11 @@ DONE, ALL_DONE = "done", "all_done"
 class LaunchSpec:
     """The script to run, and the machine to run it on."""
 
-    argv: list[str]
-    """The script and its flags, or -m and a module."""
+    argv: list[str]  # the script and its flags, or -m and a module
     nproc: int = 2
-    steps: int = 20
-    """Optimizer steps after which a rank has finished; 0: when the script ends."""
-    cuda_on_cpu: bool = True
-    """The CPU in place of GPUs."""
-    shared_gpu: bool = False
-    """All ranks on one GPU."""
+    steps: int = 20  # optimizer steps after which a rank has finished; 0: when the script ends
+    cuda_on_cpu: bool = True  # the CPU in place of GPUs
+    shared_gpu: bool = False  # all ranks on one GPU
 
 
 def run_worker(spec: LaunchSpec, rank: int, port: int, folder: Path) -> NoReturn:

@@ -27,29 +27,26 @@ class VirtualGpus:
 
     def __init__(self, recorder: Recorder, target: torch.device, count: int):
         self.recorder, self.count = recorder, count
-        self.target = target
-        """The device that is used in their stead."""
+        self.target = target  # the device that is used in their stead
         self.current, self.is_set = 0, False
         self.used: set[int] = set()
 
+    def record(self, op: str, index: int) -> None:
+        self.recorder.on_gpu |= self.target.type == "cpu"  # on a real GPU the tensors' devices show it
+        self.recorder.write(Device(op, index))
+
     def set_current(self, device: Any) -> None:
-        self._mark_on_gpu()
         self.current, self.is_set = self.index(device), True
-        self.recorder.write(Device("set_device", self.current))
+        self.record("set_device", self.current)
 
     def record_use(self, device: Any) -> None:
-        self._mark_on_gpu()
         index = self.index(device)
         read_from_tensor = index == self.target.index and not isinstance(device, str)
         if read_from_tensor and (self.current or self.used - {index}):
             return  # as in torch.zeros(2, device=x.device): the script requests no GPU by its index
         if index not in self.used:
             self.used.add(index)
-            self.recorder.write(Device("use", index))
-
-    def _mark_on_gpu(self) -> None:
-        if self.target.type == "cpu":  # on a real GPU the tensors' devices show it
-            self.recorder.on_gpu = True
+            self.record("use", index)
 
     def context_manager(self, applies: Callable[[], bool]) -> type:
         """Return the class that replaces `torch.cuda.device`; without effect for callers to whom it does not apply."""
@@ -75,9 +72,7 @@ class VirtualGpus:
 
 
 def is_cuda(value: Any) -> bool:
-    return (isinstance(value, torch.device) and value.type == "cuda") or (
-        isinstance(value, str) and value.split(":")[0] == "cuda"
-    )
+    return isinstance(value, (torch.device, str)) and str(value).split(":")[0] == "cuda"
 
 
 def redirect_load(patches: Patches, redirect: Callable[[Any], Any]) -> None:
@@ -107,7 +102,7 @@ def redirect_ddp(
     def init(arguments: Arguments) -> None:
         device_ids = arguments.get("device_ids")
         if device_ids and is_request(device_ids[0]):
-            gpus.recorder.write(Device("device_ids", gpus.index(device_ids[0])))
+            gpus.record("device_ids", gpus.index(device_ids[0]))
         arguments.update(device_ids=redirect(device_ids), output_device=redirect(arguments.get("output_device")))
 
     patches.edit_arguments(DistributedDataParallel, "__init__", init)

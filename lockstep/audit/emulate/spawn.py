@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from ..events import InitGroup, ProcessStarted, RanksStarted
-from ..patch import Function, Patches
+from ..patch import Arguments, Function, Patches
 from ..recorder import Recorder
 from ..source import caller, foreign
 
@@ -27,7 +27,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     for name in ("spawn", "start_processes"):
         patches.intercept(torch.multiprocessing, name, spawner.spawn)
     patches.intercept(BaseProcess, "start", spawner.start)
-    patches.intercept(dist, "init_process_group", spawner.init_process_group)
+    patches.edit_arguments(dist, "init_process_group", spawner.init_process_group)
 
 
 class _Spawner:
@@ -39,9 +39,7 @@ class _Spawner:
         self.rank_functions: list[Any] = []
         self.started, self.joined = 0, False
 
-    def spawn(
-        self, original: Function, fn: Function, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any
-    ) -> Any:
+    def spawn(self, original: Function, fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
         if dist.is_initialized():  # these processes assist a rank, such as to prepare data
             return original(fn, args, nprocs, *rest, **kwargs)
         self.recorder.write(RanksStarted(nprocs))
@@ -81,18 +79,16 @@ class _Spawner:
         self.joined = True
         return 0
 
-    def init_process_group(
-        self, original: Function, backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if not self.recorder.in_worker:
-            world = kwargs.get("world_size", args[1] if len(args) > 1 else -1)
-            self.recorder.write(InitGroup(world if isinstance(world, int) else -1))
-            port = next(self.ports)  # a new one for each group: ranks may still be leaving the last
-            with self.recorder.hide():  # not a setting of the script
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            if str(init_method).startswith("tcp://"):
-                init_method = f"tcp://127.0.0.1:{port}"
-        original(backend, init_method, *args, **kwargs)
+    def init_process_group(self, arguments: Arguments) -> None:
+        if self.recorder.in_worker:
+            return
+        world = arguments.get("world_size")
+        self.recorder.write(InitGroup(world if isinstance(world, int) else -1))
+        port = next(self.ports)  # a new one for each group: ranks may still be leaving the last
+        with self.recorder.hide():  # not a setting of the script
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        if str(arguments.get("init_method")).startswith("tcp://"):
+            arguments["init_method"] = f"tcp://127.0.0.1:{port}"
 
 
 def _task(process: Any) -> Any:

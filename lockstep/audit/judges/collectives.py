@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ..catalog import Finding, finding
-from ..events import Backward, Collective, End, Join, OptimizerInit
+from ..events import Backward, Collective, Join, OptimizerInit
 from ..model import Rank, Trace
 from ..source import depends_on_rank
 
@@ -102,7 +102,7 @@ def _uneven(trace: Trace) -> Finding | None:
 
 def _failed_by_itself(rank: Rank) -> bool:
     """Whether a rank failed, and not because it lost the connection to another rank."""
-    aborted = rank.first(End) is None and rank.status == -signal.SIGABRT
+    aborted = rank.end is None and rank.status == -signal.SIGABRT
     error = rank.printed if aborted else rank.error
     connection = error.startswith(_OF_TORCH) and any(sign in error for sign in _LOST_CONNECTION)
     return rank.failed and not connection and not any(sign in error for sign in _LOST_RANK)
@@ -114,8 +114,7 @@ def _crashes(trace: Trace) -> Iterator[Finding]:
     if any(UNUSED in rank.error for rank in by_themselves):
         return  # this error of DDP has a finding of its own
     for rank in (by_themselves or failed)[:1]:
-        end = rank.first(End)
-        last = end or (rank.events[-1] if rank.events else None)
-        error = (end.error or f"status {end.status}").strip() if end else ""
+        last = rank.end or (rank.events[-1] if rank.events else None)
+        error = (rank.error or f"status {rank.end.status}").strip() if rank.end else ""
         what = f"failed: {error.splitlines()[0][:300]}" if error else f"was {rank.exit_status}"
         yield finding("crashed", f"rank {rank.number} {what}", last.at if last else None)

@@ -4,37 +4,29 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ..catalog import Finding, finding
-from ..events import End, Load, LoadStateDict, Move, Save, Scalar, Step
+from ..events import Load, LoadStateDict, Move, Save, Scalar, Step
 from ..model import Rank, Trace
 from ..source import reads_entry
 
 
 def judge(trace: Trace) -> Iterator[Finding]:
-    writers: dict[str, set[int]] = defaultdict(set)
+    files: dict[str, dict[int, list[Save]]] = defaultdict(lambda: defaultdict(list))
     for rank, save in trace.all(Save):
-        writers[save.path].add(rank.number)
-    for _, save in trace.all(Save):
-        if len(writers[save.path]) > 1:
-            ranks = ", ".join(map(str, sorted(writers[save.path])))
-            yield finding("several-writers", f"ranks {ranks} write the same file", save.at, save.path)
+        files[save.path][rank.number].append(save)
         if save.prefixed:
             keys = ", ".join(k for k in save.keys if k.startswith("module."))
             yield finding("prefixed-checkpoint", "weights are saved with DDP's prefix", save.at, f"keys: {keys}")
-    for rank in trace.ranks:
-        yield from _in_place(rank)
+    moved = {(rank.number, move.source) for rank, move in trace.all(Move)}
+    for path, writers in files.items():
+        ranks = ", ".join(map(str, writers))
+        for number, saves in writers.items():
+            for save in saves if len(writers) > 1 else ():
+                yield finding("several-writers", f"ranks {ranks} write the same file", save.at, path)
+            if (number, path) not in moved and any(s.existed for s in saves[1:]):
+                what, seen = "a checkpoint is overwritten in place", f"{path}, {len(saves)} times"
+                yield finding("in-place-checkpoint", what, saves[-1].at, seen)
     yield from _resume(trace.ranks[0])
     yield from _logs(trace)
-
-
-def _in_place(rank: Rank) -> Iterator[Finding]:
-    moved = {move.source for move in rank.of(Move)}
-    by_path: dict[str, list[Save]] = defaultdict(list)
-    for save in rank.of(Save):
-        by_path[save.path].append(save)
-    for path, saves in by_path.items():
-        if path not in moved and any(s.existed for s in saves[1:]):
-            what = "a checkpoint is overwritten in place"
-            yield finding("in-place-checkpoint", what, saves[-1].at, f"{path}, {len(saves)} times")
 
 
 def _resume(rank: Rank) -> Iterator[Finding]:
@@ -49,8 +41,7 @@ def _resume(rank: Rank) -> Iterator[Finding]:
     if stepped and "optimizer" not in restored and "model" in restored:
         seen = "the file holds it" if load.has_optimizer else "the file does not hold it"
         yield finding("forgotten-optimizer", "the run is resumed without the optimizer's state", load.at, seen)
-    end = rank.first(End)
-    if not rank.steps and end and end.ok:
+    if not rank.steps and rank.end and rank.end.ok:
         what = "a checkpoint was loaded, no step was taken, and the script ended normally"
         yield finding("nothing-left-to-train", what, load.at, load.path)
 

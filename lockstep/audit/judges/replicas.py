@@ -103,7 +103,7 @@ def _buffers(trace: Trace) -> Iterator[Finding]:
 
 def _training(trace: Trace) -> Iterator[Finding]:
     rank = trace.ranks[0]
-    ended = all((end := r.first(events.End)) is not None and end.ok for r in trace.ranks)
+    ended = all(r.end and r.end.ok for r in trace.ranks)
     elsewhere = any(r.first(events.ProcessStarted) for r in trace.ranks)
     if ended and not elsewhere and not any(r.steps for r in trace.ranks):
         batches, backwards = len(rank.of(events.Batch)), len(rank.of(events.Backward))

@@ -1,11 +1,12 @@
-"""Each sample once: shards of training, splits, evaluation, streams."""
+"""Each sample once in an epoch, in a new order in every epoch: shards of training, splits, evaluation, streams."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import chain, islice, pairwise
 
 from ..catalog import Finding, finding
-from ..events import Backward, Collective, End, Event, ModelInput, PassEnd, PassStart
+from ..events import Backward, Collective, End, Event, ModelInput, PassEnd, PassStart, SamplerOrder
 from ..model import JointPass, Pass, Rank, Trace
 from ..recorder import unpacked
 from ..source import Site
@@ -27,6 +28,7 @@ def judge(trace: Trace) -> Iterator[Finding]:
         if not any(group[0].trains for group in groups):
             yield from _inputs(trace)
     yield from _overlap(trace)
+    yield from _orders(trace)
 
 
 def _shards(joint: JointPass, group: list[Pass], trace: Trace) -> Iterator[Finding]:
@@ -133,10 +135,8 @@ def _splits(groups: list[list[Pass]]) -> Iterator[Finding]:
 # -- training and evaluation ------------------------------------------------------------------------------------------
 def _overlap(trace: Trace) -> Iterator[Finding]:
     together = [trace.ranks] if _same_numbering(trace) else [[rank] for rank in trace.ranks]
-    for ranks in together:
-        if found := _trained_on([one for rank in ranks for one in rank.passes]):
-            yield found
-            return
+    found = (_trained_on([one for rank in ranks for one in rank.passes]) for ranks in together)
+    yield from islice(filter(None, found), 1)
 
 
 def _same_numbering(trace: Trace) -> bool:
@@ -232,3 +232,27 @@ def _inputs(trace: Trace) -> Iterator[Finding]:
         seen = f"{len(inputs)} of {len(inputs)} batches compared are equal"
         at = next(iter(inputs.values()))[0].at
         yield finding("repeated-samples", "all ranks give the model the same samples", at, seen)
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+def _orders(trace: Trace) -> Iterator[Finding]:
+    if orders := trace.difference(SamplerOrder, lambda order: order.epoch if order.shuffle else None):
+        values = ", ".join(f"rank {n}: {order.epoch}" for n, order in enumerate(orders))
+        yield finding("differing-epoch", "set_epoch is called with different values", orders[0].at, values)
+    if trace.world > 1 and not any(joint.by_all for joint in trace.joint_passes):
+        return
+    training = [one for one in trace.ranks[0].passes if one.trains and one.index]
+    lines = dict.fromkeys(one.at for one in training)  # one batch loaded at another line is no epoch
+    for before, after in chain.from_iterable(pairwise([one for one in training if one.at == at]) for at in lines):
+        if _same_order(before, after):
+            cause = "its sampler has set_epoch, " if before.start.has_set_epoch else ""
+            seen = f"{cause}epochs {before.start.epoch} and {after.start.epoch}: {before.index[:6]} …"
+            yield finding("same-order", "two epochs have the same order", before.at, seen)
+            return
+
+
+def _same_order(before: Pass, after: Pass) -> bool:
+    n = min(len(before.index), len(after.index))
+    if n < 8 or not before.ended or before.start.size != after.start.size or before.start.in_order:
+        return False
+    return before.index[:n] == after.index[:n] and before.index[:n] != sorted(before.index[:n])

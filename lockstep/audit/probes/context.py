@@ -52,12 +52,9 @@ class WatchedOptimizer:
     optimizer: torch.optim.Optimizer
     number: int
     steps: int = 0
-    backwards: int = 0
-    """Backward passes since its last step."""
-    stale: bool = False
-    """Whether the gradients of its last step were not cleared."""
-    recorded: int = -1
-    """The last step after which its weights were recorded."""
+    backwards: int = 0  # backward passes since its last step
+    stale: bool = False  # whether the gradients of its last step were not cleared
+    recorded: int = -1  # the last step after which its weights were recorded
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -76,29 +73,27 @@ class Context:
         self.recorder, self.patches, self.limit, self.on_limit = recorder, patches, limit, on_limit
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.wrappers: list[DistributedDataParallel] = []
-        self.covered: set[int] = set()
-        """Parameters whose gradients some wrapper synchronises."""
-        self.shards: list[nn.Module] = []
-        """Modules whose parameters are plain tensors and yet shards, as in FSDP's first version."""
+        self.covered: set[int] = set()  # parameters whose gradients some wrapper synchronises
+        self.shards: list[nn.Module] = []  # modules with shards that are plain tensors, as in FSDP's first version
         self.optimizers: list[WatchedOptimizer] = []
         self.steps = 0
         self.backwards = 0
         self.forwards = 0
-        self.in_loop = False
-        """From the first forward pass of training to the end of the loader's pass: where a wait costs."""
-        self.loss_is_scaled = False
-        """Whether a gradient scaler multiplied the loss whose backward pass comes next."""
+        self.in_loop = (
+            False  # from the first forward pass of training to the end of the loader's pass: there a wait costs
+        )
+        self.loss_is_scaled = False  # whether a gradient scaler multiplied the loss whose backward pass comes next
         self.in_loader = 0
-        self.batch: list[Tensor] = []
-        """The last batch of a loader."""
+        self.batch: list[Tensor] = []  # the last batch of a loader
         self.prints = 0
         self.waits: set[tuple[str, int, str]] = set()
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
         self._searched_at = -1
         self.on_root: list[Callable[[nn.Module], None]] = []
-        self.on_pass_end: list[Callable[[], None]] = []
-        """Called when a loader has given its last batch, with gradients enabled."""
+        self.on_pass_end: list[
+            Callable[[], None]
+        ] = []  # when a loader, with gradients enabled, has given its last batch
 
     def watch(
         self, owner: Any, name: str, before: Function | None = None, after: Function | None = None, hide: bool = False

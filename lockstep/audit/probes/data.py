@@ -3,7 +3,6 @@
 import operator
 import os
 import random
-import sys
 import time
 import zlib
 from collections import deque
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, Subset
@@ -46,8 +46,7 @@ class Data:
         self.datasets: list[Any] = []
         self.epochs: dict[int, int] = {}
         self.pid, self.fetches = os.getpid(), 0
-        self.loading = 0.0
-        """Seconds since the last batch."""
+        self.loading = 0.0  # seconds since the last batch
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -75,24 +74,15 @@ class Data:
     @never_raises
     def _started(self, loader: DataLoader[Any], iterator: Any, number: int, at: Site | None) -> None:
         dataset, subset = _without_subsets(loader.dataset)
-        event = PassStart(
-            number,
-            self.epochs[number],
-            index_of(self.datasets, dataset),
-            type(dataset).__name__,
-            is_stream=isinstance(dataset, IterableDataset),
-            size=_length(loader.dataset),
-            is_subset=subset is not None,
-            subset=subset if subset is not None and len(subset) <= _LARGEST_SUBSET else None,
-            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-            batches=_length(loader),
-            workers=loader.num_workers,
-            start_method=_start_method(loader),
-            sampler=type(loader.sampler).__name__ if hasattr(loader, "sampler") else None,
-            in_order=_in_order(loader),
-            has_set_epoch=any(hasattr(s, "set_epoch") for s in (loader.sampler, loader.batch_sampler)),
-            at=at,
-        )
+        event = PassStart(number, self.epochs[number], index_of(self.datasets, dataset), type(dataset).__name__, at=at)
+        event.is_stream, event.is_subset = isinstance(dataset, IterableDataset), subset is not None
+        event.size, event.batches = _length(loader.dataset), _length(loader)
+        event.subset = subset if subset is not None and len(subset) <= _LARGEST_SUBSET else None
+        event.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        event.workers, event.start_method = loader.num_workers, _start_method(loader)
+        event.sampler = type(loader.sampler).__name__ if hasattr(loader, "sampler") else None
+        event.in_order = _in_order(loader)
+        event.has_set_epoch = any(hasattr(s, "set_epoch") for s in (loader.sampler, loader.batch_sampler))
         self.recorder.write(event)
         iterator._lockstep = event, subset
 
@@ -202,11 +192,9 @@ def _without_subsets(dataset: Any) -> tuple[Any, list[int] | None]:
 
 
 def _generator_states() -> dict[str, int]:
-    states = {
+    numpy = np.random.get_state(legacy=False)["state"]
+    return {
         "random": zlib.crc32(repr(random.getstate()).encode()),
         "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+        "numpy": zlib.crc32(numpy["key"].tobytes(), numpy["pos"]),
     }
-    if "numpy" in sys.modules:
-        _, keys, position, *_ = sys.modules["numpy"].random.get_state()
-        states["numpy"] = zlib.crc32(keys.tobytes(), position)
-    return states

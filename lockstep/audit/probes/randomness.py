@@ -29,8 +29,7 @@ class Randomness:
 
     def __init__(self, context: Context):
         self.context, self.recorder = context, context.recorder
-        self.step, self.count = -1, 0
-        """The current step, and how many draws of it were recorded."""
+        self.step, self.count = -1, 0  # the current step, and how many draws of it were recorded
 
     def drawn(self, name: str, result: Any, *_: Any, **__: Any) -> None:
         context = self.context

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -115,7 +114,6 @@ def _words(rows: NDArray[Any]) -> Words:
     return (np.pad(found, ((0, 0), (0, rest))) if rest else found).view(np.uint64)
 
 
-@lru_cache(maxsize=64)
 def _spread(count: int, runs: int) -> Positions:
     """Numbers of blocks all over a row, but not at even distances: rows of images have one, too."""
     n = np.arange(runs)
@@ -124,9 +122,4 @@ def _spread(count: int, runs: int) -> Positions:
 
 def _sums(words: Words) -> Words:
     """A hash of each row of words. They are mixed one by one, so that two signs that change together are detected."""
-    return mix_array(words + _offsets(words.shape[1])).sum(1)
-
-
-@lru_cache(maxsize=64)
-def _offsets(count: int) -> Words:
-    return np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA)
+    return mix_array(words + np.arange(words.shape[1], dtype=np.uint64) * np.uint64(GOLDEN_GAMMA)).sum(1)

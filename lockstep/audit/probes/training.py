@@ -44,16 +44,12 @@ class Training:
 
     def __init__(self, context: Context, wrappers: Wrappers):
         self.context, self.recorder, self.wrappers = context, context.recorder, wrappers
-        self.no_gradient_yet: set[str] = set()
-        """Parameters of optimizers that stepped which never had a gradient."""
+        self.no_gradient_yet: set[str] = set()  # parameters of optimizers that stepped which never had a gradient
         self.not_optimized: set[str] = set()
-        self.ran: set[int] = set()
-        """Modules that ran forward while training, and their parameters."""
-        self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-        """The dropout layers of a module, as it was when first sampled."""
+        self.ran: set[int] = set()  # modules that ran forward while training, and their parameters
+        self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # layers, as they were at first
         self.versions: list[tuple[str, Tensor, int]] = []
-        self.in_backward = False
-        """Also true for a backward pass within another, and for torch's functions that call themselves under a mode."""
+        self.in_backward = False  # also in one within another, and where torch's functions call themselves under a mode
 
     # -- forward ----------------------------------------------------------------------------------------------------
     @never_raises

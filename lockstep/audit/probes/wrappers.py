@@ -36,14 +36,11 @@ class Wrappers:
 
     def __init__(self, context: Context):
         self.context, self.recorder, self.patches = context, context.recorder, context.patches
-        self.inside: list[nn.Module] = []
-        """Modules whose wrapper's forward is running."""
+        self.inside: list[nn.Module] = []  # modules whose wrapper's forward is running
         self.forwards: dict[int, int] = {}
         self.bypasses = 0
-        self.shard_depth = 0
-        """How many modules of FSDP's second version are in their forward pass, one within the other."""
-        self.used: dict[int, set[int]] = {}
-        """For wrappers that search for unused parameters: those with a gradient in this step."""
+        self.shard_depth = 0  # modules of FSDP's second version in their forward pass, one within the other
+        self.used: dict[int, set[int]] = {}  # parameters with a gradient, for wrappers that search for unused ones
 
     # -- DDP ---------------------------------------------------------------------------------------------------------
     def ddp_created(self, _: None, wrapper: DistributedDataParallel, module: nn.Module, *__: Any, **___: Any) -> None:

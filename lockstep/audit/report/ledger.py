@@ -22,10 +22,8 @@ class Figure:
 
     title: str
     joint: JointPass
-    times: NDArray[np.int64] | None
-    """By rank and sample; None if it is not known which samples a rank was given."""
-    ends: tuple[str, str] = ("", "")
-    """Names of the first and the last sample."""
+    times: NDArray[np.int64] | None  # by rank and sample; None: it is not known what a rank was given
+    ends: tuple[str, str] = ("", "")  # names of the first and the last sample
 
     @property
     def loader(self) -> str:

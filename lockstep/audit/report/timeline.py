@@ -20,8 +20,7 @@ class Span:
     start: float
     end: float
     label: str = ""
-    is_open: bool = False
-    """Entered and never left."""
+    is_open: bool = False  # entered and never left
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class Row:
 
     rank: Rank
     hangs: bool
-    spans: list[Span]
-    """Outer ones before those inside them."""
+    spans: list[Span]  # outer ones before those inside them
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,7 @@ class Timeline:
     begin: float
     end: float
     caption: str
-    width: int = 980
-    """Of the picture, in pixels."""
+    width: int = 980  # of the picture, in pixels
 
     def x(self, t: float) -> float:
         """The pixel of a time, inside the picture."""
