@@ -1,4 +1,4 @@
-"""The verdict as one HTML page that needs no other file, for any browser. Its HTML and CSS are in page.html."""
+"""The verdict as one HTML page that needs no other file, for any browser. The template is page.html."""
 
 import re
 import shlex
