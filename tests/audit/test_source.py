@@ -40,6 +40,7 @@ NOT_READ = {
     "another dict": "c = torch.load(p)\nfor row in history:\n    print(row['epoch'])",
     "said": "c = torch.load(p)\nprint('weights of epoch', c['epoch'])\nlog.info(f'epoch {c[\"epoch\"]}')",
     "settings": "c = torch.load(p)\nsettings = yaml.load(f)\nlast = settings['epoch']",
+    "an entry of another list": "runs[0] = torch.load(p)\nrows = yaml.load(f)\nlast = rows[0]['epoch']",
     "written": "c = torch.load(p)\nc['epoch'] = 3",
     "deleted": "c = torch.load(p)\ndel c['epoch']",
 }
