@@ -177,8 +177,11 @@ def _flows(nodes: list[ast.AST]) -> Iterator[tuple[str | None, ast.AST]]:
         yield from ((function.name, n.value) for n in ast.walk(function) if isinstance(n, ast.Return) and n.value)
     for node in nodes:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from ((_name(part), node.value) for target in targets for part in _values(target))
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    yield from zip(map(_name, target.elts), node.value.elts, strict=False)
+                else:
+                    yield from ((_name(part), node.value) for part in _values(target))
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute) and node.func.attr == "update":
                 yield from ((_name(node.func.value), argument) for argument in node.args)

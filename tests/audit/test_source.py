@@ -41,6 +41,7 @@ NOT_READ = {
     "said": "c = torch.load(p)\nprint('weights of epoch', c['epoch'])\nlog.info(f'epoch {c[\"epoch\"]}')",
     "settings": "c = torch.load(p)\nsettings = yaml.load(f)\nlast = settings['epoch']",
     "an entry of another list": "runs[0] = torch.load(p)\nrows = yaml.load(f)\nlast = rows[0]['epoch']",
+    "beside it": "model, c = build(), torch.load(p)\nout = model(x)\nlast = out['epoch']",
     "written": "c = torch.load(p)\nc['epoch'] = 3",
     "deleted": "c = torch.load(p)\ndel c['epoch']",
 }
