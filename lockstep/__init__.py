@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from .api import fit
 from .config import TrainConfig
 from .loss import Loss
+from .outcome import Outcome
 from .recipe import (
     Augments,
     Describes,
@@ -19,7 +20,7 @@ from .recipe import (
     Tests,
 )
 from .rng import Rng
-from .trainer import Outcome, Trainer
+from .trainer import Trainer
 
 __all__ = [
     "Augments",

@@ -10,8 +10,10 @@ import torch
 
 from . import distributed, flags, registry, rundir
 from .config import TrainConfig
+from .outcome import Outcome
 from .recipe import Recipe
-from .trainer import Outcome, Trainer
+from .trainer import Trainer
+from .watch.hang import HangWatch
 
 
 def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **settings: Any) -> Outcome:
@@ -38,6 +40,7 @@ def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **sett
         with (
             distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world,
             rundir.open_run_dir(request.train.run, kind.name, world) as run_dir,
+            HangWatch(world, run_dir.path, hardware.hang_timeout, hardware.timeout, ends_process=world.size > 1),
         ):
             return Trainer(request, world, run_dir).fit()
     finally:

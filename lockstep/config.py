@@ -154,6 +154,8 @@ class Hardware:
     """How often --nproc restarts all ranks, from the last checkpoint, after one has failed."""
     timeout: float = 600.0
     """Seconds after which a rank that waits for the others gives up."""
+    hang_timeout: float = 120.0
+    """Seconds without progress on any rank after which the run is reported as hanging and ended; 0: never."""
     distributed: bool = False
     """Expect to be one of several processes, and print a note if not. Also --ddp."""
     local_rank: int | None = None
@@ -168,6 +170,7 @@ class Hardware:
         check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
         check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
         check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
+        check(self.hang_timeout >= 0, "hang_timeout is at least 0 seconds (0: never)", self.hang_timeout)
         if not self.use_amp:
             wanted = self.precision in ("auto", "fp32")
             check(wanted, "no_use_amp means --precision fp32; give one of the two", f"--precision {self.precision}")

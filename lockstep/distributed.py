@@ -25,9 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import rendezvous
+from .activity import Activity
 from .rendezvous import RendezvousError as RendezvousError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+HANG_STATUS = 76
+"""Exit status of a rank of a run that hangs: EX_PROTOCOL of sysexits.h."""
 _FAILED = "lockstep/failed"
 SUCCEEDED = "lockstep/succeeded"
 """The key under which ranks that exit with status 0 are counted."""
@@ -55,6 +58,9 @@ class World:
     backend: str = "none"
     cpu_group: dist.ProcessGroup | None = None
     """A gloo group for small messages between the hosts; it never waits for a device."""
+    store: dist.Store | None = None
+    """The key-value store of the group, where there are several ranks."""
+    activity: Activity = field(default_factory=Activity)
 
     @property
     def is_main(self) -> bool:
@@ -63,7 +69,8 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks; in place, on the tensor's device."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with self.activity.waiting():
+                dist.all_reduce(tensor)
         return tensor
 
     def broadcast(self, value: Any) -> Any:
@@ -267,7 +274,7 @@ def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None
         global _failures
         _failures = store
         _start_failure_monitor(store.clone(), timeout)  # type: ignore[attr-defined]
-    return World(rank, size, local_rank, own_device, "nccl" if on_gpu else "gloo", cpu_group)
+    return World(rank, size, local_rank, own_device, "nccl" if on_gpu else "gloo", cpu_group, store)
 
 
 def disconnect(world: World) -> None:

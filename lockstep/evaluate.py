@@ -118,6 +118,7 @@ class Evaluator:
                 raise EvaluationStopped("a stop was requested")
             chunk = range(start, min(start + batch_size, numbers.stop))
             yield chunk, keyed(chunk, self.world.device, self.seed)
+            self.world.activity.marks += 1
             self.report_progress(chunk.stop - numbers.start, len(numbers))
 
     @torch.no_grad()
@@ -167,6 +168,7 @@ class Evaluator:
                 (item,) = fetch.__getitems__((Slice(samples.epoch[i : i + 1], samples.index[i : i + 1]), True))
                 if item.error or not torch.isfinite(self._loss_of(item)).all():
                     found.append(index)
+                self.world.activity.marks += 1
             return found
 
         with eval_mode(self.model):

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .distributed import SUCCEEDED
+from .distributed import HANG_STATUS, SUCCEEDED
 from .rendezvous import LOOPBACK, loopback_store
 
 REQUEUE = 75
@@ -68,6 +68,8 @@ def start(nproc: int, command: list[str], max_restarts: int = 0, grace: int = 12
 
 def _status(error: ChildFailedError) -> int:
     """Return the exit status of the first failure; a killed rank counts as first, and a message says so."""
+    if any(failure.exitcode == HANG_STATUS for failure in error.failures.values()):
+        return HANG_STATUS  # reported by a rank, which also kills one that does not respond
     killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     rank, failure = killed[0] if killed else error.get_first_failure()
     if failure.exitcode >= 0:

@@ -3,6 +3,7 @@
 import itertools
 import operator
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,6 +86,7 @@ class Loader:
         self._move: Callable[[Any], Any] = lambda data: to_device(data, world.device, dtype)
         self._copy_stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self._prefetched: MicroBatch | None = None
+        self._activity = world.activity
 
     def step(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the next step."""
@@ -99,7 +101,12 @@ class Loader:
             yield micro_batch
 
     def _fetch(self) -> MicroBatch:
+        activity, started = self._activity, time.perf_counter()
+        activity.loads_data = True
         micro_batch = next(self._batches)
+        activity.loads_data = False
+        activity.data_seconds += time.perf_counter() - started
+        activity.marks += 1
         if micro_batch.error:
             raise ValueError(micro_batch.error)
         if self._copy_stream is None:

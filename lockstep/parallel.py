@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from .activity import Activity
 from .batching import MicroBatch
 from .distributed import World
 from .loss import Objective
@@ -34,6 +35,8 @@ class Buckets:
         self.issued = 0
         """How many all-reduces this step has issued; the step sets it to 0 at its start."""
         self.layout: dict[int, Tensor] = {}
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called whenever a bucket is ready to be summed."""
 
     def release(self) -> None:
         """Issue the all-reduces that are missing, with zeros: other ranks wait for gradients this rank cannot make."""
@@ -44,6 +47,7 @@ class Buckets:
 def _sum_bucket(buckets: Buckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP communication hook: sum a bucket over the ranks (loss.py divides) and remember its shape."""
     buckets.issued += 1
+    buckets.on_ready()
     buckets.layout[bucket.index()] = bucket.buffer().detach()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
@@ -105,14 +109,15 @@ class _Sum(torch.autograd.Function):
     """A sum over ranks whose gradient is a sum over ranks too."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(tensor)
+    def forward(ctx: Any, tensor: Tensor, activity: Activity) -> Tensor:
+        ctx.activity, tensor = activity, tensor.clone(memory_format=torch.contiguous_format)
+        with activity.waiting():
+            dist.all_reduce(tensor)
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _Sum.apply(grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grads[0], ctx.activity), None
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -120,6 +125,9 @@ class SyncBatchNorm(_BatchNorm):
 
     torch's own has no CPU kernel. Mean and variance take one small all-reduce each, and so do their gradients.
     """
+
+    activity: Activity
+    """Where the time spent waiting for other ranks is counted."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -133,11 +141,11 @@ class SyncBatchNorm(_BatchNorm):
         channel = [1, -1] + [1] * (x.dim() - 2)
         others = [d for d in range(x.dim()) if d != 1]
         count = torch.full((1,), x.numel() / x.shape[1], dtype=x.dtype, device=x.device)
-        sums = _Sum.apply(torch.cat([x.sum(others), count]))
+        sums = _Sum.apply(torch.cat([x.sum(others), count]), self.activity)
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = x - mean.view(channel)
-        variance = _Sum.apply(centred.square().sum(others)) / count
+        variance = _Sum.apply(centred.square().sum(others), self.activity) / count
         self._track(mean.detach(), variance.detach(), count)
         y = centred * (variance + self.eps).rsqrt().view(channel)
         if self.affine:
@@ -169,13 +177,15 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
-def sync_batch_norm(model: nn.Module) -> None:
+def sync_batch_norm(model: nn.Module, activity: Activity | None = None) -> None:
     """Replace every BatchNorm of the model by a SyncBatchNorm; names and weights stay."""
+    activity = activity or Activity()
     for name, child in list(model.named_children()):
         if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
             tracked = child.track_running_stats
             synced = SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine, tracked)
+            synced.activity = activity
             synced._parameters, synced._buffers, synced.training = child._parameters, child._buffers, child.training
             setattr(model, name, synced)
         else:
-            sync_batch_norm(child)
+            sync_batch_norm(child, activity)

@@ -27,12 +27,7 @@ class RunLock:
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
-        self._own = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "started": start_time(os.getpid()),
-            "machine": _machine(),
-        }
+        self._own = this_process()
         self._released = threading.Event()
         self._held = False
 
@@ -81,8 +76,8 @@ class RunLock:
             return None
 
     def _is_stale(self, holder: dict[str, Any]) -> bool:
-        if (holder["host"], holder.get("machine")) == (self._own["host"], self._own["machine"]):
-            return start_time(int(holder["pid"])) != holder["started"]
+        if (running := is_running(holder)) is not None:
+            return not running
         before, deadline = self._touched(), time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
             threading.Event().wait(min(1.0, STALE_SECONDS / 10))
@@ -112,6 +107,19 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def this_process() -> dict[str, Any]:
+    """Return what identifies this process, for other processes; see `is_running`."""
+    host, machine = socket.gethostname(), _machine()
+    return {"host": host, "pid": os.getpid(), "started": start_time(os.getpid()), "machine": machine}
+
+
+def is_running(process: dict[str, Any]) -> bool | None:
+    """Return whether a process still runs; None if it is (or was) on a machine where this one cannot look it up."""
+    if (process.get("host"), process.get("machine")) != (socket.gethostname(), _machine()):
+        return None
+    return start_time(int(process["pid"])) == process["started"]
 
 
 def _machine() -> str:

@@ -122,7 +122,7 @@ def _sync_batch_norm(model: nn.Module, config: TrainConfig, batching: Batching, 
         return False
     if batching.global_batch // world.size < batching.accumulation:
         raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise --batch_size")
-    parallel.sync_batch_norm(model)
+    parallel.sync_batch_norm(model, world.activity)
     return True
 
 

@@ -197,7 +197,7 @@ class Curves(Tracker):
 
     not_drawn = {
         "step", "time", "epoch", "watch_seconds", "epochs_proven", "skipped_steps", "checkpoint_pause_seconds",
-        "failed_outputs",
+        "failed_outputs", "straggler", "straggler_lost_share",
     }  # fmt: skip
 
     def __init__(self, lines: Path, picture: Path):

@@ -7,20 +7,20 @@ outcome = trainer.fit()
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import checkpoint, loader, trackers
-from .distributed import RunFailed, StopSignals, World
+from . import activity, checkpoint, loader, trackers
+from .distributed import StopSignals, World
 from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator
 from .flags import Request
 from .loss import LossSums, Objective
+from .outcome import Diverged, NotSaved, Outcome, OutOfMemory
 from .parallel import Replica
 from .receipt import make_receipt
 from .recipe import Scores
@@ -28,6 +28,7 @@ from .rundir import RunDir
 from .sampling import Sampler
 from .setup import prepare
 from .stream import Slice, Stream
+from .watch.stragglers import StepTime, StepTimes, Stragglers
 
 OUT_OF_MEMORY = 1000
 """A stop request more urgent than any signal's number."""
@@ -35,34 +36,6 @@ FP16_OVERFLOWS = 20
 """Skipped steps that do not count as bad in fp16: its scale starts too high and is halved by each of them."""
 FinishedMicroBatch = tuple[Slice, Tensor, float | Tensor, dict[str, Tensor]]
 """Samples, and the total, weight and logs of their loss."""
-
-
-class Diverged(RunFailed):
-    """The gradient was not finite in too many steps, in a row or of all."""
-
-
-class NotSaved(RunFailed):
-    """The run came to its end but its last state could not be written."""
-
-
-class OutOfMemory(RunFailed):
-    """A micro-batch of one sample does not fit into memory."""
-
-
-@dataclass
-class Outcome:
-    """How a run ended."""
-
-    step: int
-    folder: Path
-    model: nn.Module
-    """The trained model, without wrappers, on the device it was trained on."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """The last evaluation."""
-    stopped_by: str | None = None
-    """None at the planned end; `patience`, or the name of a signal."""
-    files: tuple[Path, ...] = ()
-    """The last samples."""
 
 
 class Trainer:
@@ -82,7 +55,7 @@ class Trainer:
         self.sampler = Sampler(
             self.evaluator, self.state.emas, self.folder, lambda text: self.trackers.status(text), self.say
         )
-        self.loss_sums = LossSums()
+        self.loss_sums, self.step_times, self.stragglers = LossSums(), StepTimes(world), Stragglers()
         self.samples_used: list[Slice] = []
         """Since the last check of the ledger."""
         self.signals = StopSignals()
@@ -101,6 +74,7 @@ class Trainer:
         setup, step = self.setup, self.progress.step
         objective = Objective(self.recipe.loss, self.model, self.config.data.seed)
         self.replica = Replica(objective, self.world, setup.compiled)
+        self.replica.buckets.on_ready = self.step_times.gradients_ready
         if self.world.size > 1:
             self._warm_up_ddp()
         self.loader = loader.Loader(
@@ -183,7 +157,8 @@ class Trainer:
         try:
             return self._loop()
         finally:
-            with self.signals:  # a signal now must not end a complete run as a failed one
+            # A signal now must not end a complete run as a failed one.
+            with self.signals, self.world.activity.during(activity.CLOSING):
                 if self.world.is_main:
                     self.checkpoints.wait()
                 self.trackers.close()
@@ -191,6 +166,7 @@ class Trainer:
     def _loop(self) -> Outcome:
         stopped_by, run, progress, n_steps = None, self.config.run, self.progress, self.setup.batching.n_steps
         self._logged_at, self._logged_step = time.perf_counter(), progress.step
+        self.world.activity.step, self.world.activity.phase = progress.step, activity.FIRST_STEP
         self.model.train()
         with self.signals:
             if self.setup.run_dir.resumes_own_run:
@@ -199,12 +175,16 @@ class Trainer:
                 if progress.step < n_steps:
                     self._sample_and_score()  # a run that was killed in the middle of it has some left
             while progress.step < n_steps and stopped_by is None:
+                self.step_times.start()
                 self.train_step()
+                self.step_times.finish()
                 progress.step += 1
+                self.world.activity.finish_step(progress.step, self.world.device.type == "cuda")
                 at_end = progress.step == n_steps
                 self.trackers.advance(progress.step)
                 if at_end or progress.step % run.log_every == 0:
-                    self._log()
+                    with self.world.activity.during(activity.LOGGING):
+                        self._log()
                 if at_end:
                     self._unless_stopped("the final evaluation", self._evaluate)
                 elif self._is_due("eval"):
@@ -214,7 +194,8 @@ class Trainer:
                 elif self.stop_request and not at_end:
                     stopped_by = signal.Signals(self.stop_request).name
                 elif not at_end and (progress.new_best or self._is_due("save")):
-                    self._save()
+                    with self.world.activity.during(activity.SAVING):
+                        self._save()
                 if not at_end and stopped_by is None:
                     self._sample_and_score()
             return self._finish(stopped_by)
@@ -248,10 +229,14 @@ class Trainer:
     def _log(self) -> None:
         """Log the values of the steps since the last log, and check that the ranks agree."""
         values = self.loss_sums.means(self.world)
+        self.world.activity.device_steps.clear()
         now, step, batching = time.perf_counter(), self.progress.step, self.setup.batching
         bad_in_row, lr = int(self.update.bad_in_row), self.update.optimizer.param_groups[0]["lr"]
         scale = self.precision.scaler.scale.item() if self.precision.scaler else None
-        self.check_ranks(lr=lr, scale=scale, weight_per_sample=f"{self.normalizer.weight_per_sample or 0:.9g}")
+        times = self.step_times.collect()
+        self.check_ranks(
+            times=times, lr=lr, scale=scale, weight_per_sample=f"{self.normalizer.weight_per_sample or 0:.9g}"
+        )
         values |= {
             "lr": lr,
             "grad_norm": float(self.update.norm),
@@ -262,7 +247,10 @@ class Trainer:
             "watch_seconds": self.watch.seconds,
             "failed_outputs": self.sampler.failures,
         }
-        self.trackers.log(step, values)
+        slow, note = self.stragglers.check(self.watch.step_times, now - self._logged_at)
+        self.trackers.log(step, values | slow)
+        if note:
+            self.say(note)
         if (first_bad := int(self.update.first_bad)) >= 0:
             self._report_bad_steps(first_bad, int(self.update.bad_steps), bad_in_row)
         if self.world.is_main and (failure := self.checkpoints.failure()):
@@ -297,18 +285,21 @@ class Trainer:
             return f"could not be searched ({error})"
         return ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8) or "none"
 
-    def check_ranks(self, everything: bool = False, **facts: float | str | None) -> None:
+    def check_ranks(
+        self, everything: bool = False, times: Sequence[StepTime] = (), **facts: float | str | None
+    ) -> None:
         """Raise OutOfLockstep unless the ranks agree in all tensors, in the samples used and in `facts`."""
         used, self.samples_used = self.samples_used, []
-        for note in self.watch.check(self.progress.step, used, everything, **facts):
+        for note in self.watch.check(self.progress.step, used, everything, times, **facts):
             self.say(note)
 
     @contextmanager
-    def _not_timed(self) -> Iterator[None]:
-        """Leave the time spent in the block out of samples per second."""
+    def _between_steps(self, phase: str) -> Iterator[None]:
+        """Mark the block as a phase of its own, and leave its time out of samples per second."""
         started = time.perf_counter()
         try:
-            yield
+            with self.world.activity.during(phase):
+                yield
         finally:
             self._logged_at += time.perf_counter() - started
 
@@ -319,7 +310,7 @@ class Trainer:
         batch_size, run = 2 * self.setup.batching.micro_batch, self.config.run
         limit = 2 * batch_size * self.world.size if self.setup.request.smoke else None
         emas = self.state.emas
-        with self._not_timed(), emas[0].applied() if emas else nullcontext():
+        with self._between_steps(activity.EVALUATION), emas[0].applied() if emas else nullcontext():
             values, _ = self.evaluator.evaluate(self.setup.validation, batch_size, limit)
         self.metrics = values
         self.trackers.log(self.progress.step, {f"val/{name}": value for name, value in values.items()})
@@ -333,7 +324,7 @@ class Trainer:
     def _sample_and_score(self, at_end: bool = False) -> None:
         """Write the sample sets and scores that are due, by all ranks."""
         step = self.progress.step
-        with self._not_timed():
+        with self._between_steps(activity.SAMPLING):
             if self._is_due("sample") or (at_end and self.setup.every("sample")):
                 files = self.sampler.sample(step)
                 for name, path in ((name, path) for name, paths in files.items() for path in paths):
@@ -379,10 +370,11 @@ class Trainer:
     def _finish(self, stopped_by: str | None) -> Outcome:
         """Save, write the weights as plain files, make the last samples, and free the wrapped model."""
         done = stopped_by in (None, "patience")
-        if self.progress.step > self.resumed_step:
-            self._save_at_end(done)
-        if done and self.world.is_main:
-            self.state.export(self.folder, self.setup.request.recipe.name)
+        with self.world.activity.during(activity.SAVING):
+            if self.progress.step > self.resumed_step:
+                self._save_at_end(done)
+            if done and self.world.is_main:
+                self.state.export(self.folder, self.setup.request.recipe.name)
         if done:
             self._unless_stopped("the last samples and scores", partial(self._sample_and_score, at_end=True))
         del self.replica, self.loader

@@ -36,11 +36,18 @@ def main(python: str) -> None:
     connection.sendmsg([len(body).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)])
     connection.sendall(body)
     for number in FORWARDED:  # also those that are ignored: the process may handle them all the same
-        signal.signal(number, lambda number, _: connection.send(bytes([number])))
+        signal.signal(number, lambda number, _: _forward(connection, number))
     answer = connection.recv(4)
     if not answer:
         sys.exit("the zygote has failed; what it said stands in the output of the tests")
     _end_like(int.from_bytes(answer, "big"))
+
+
+def _forward(connection: socket.socket, number: int) -> None:
+    try:
+        connection.send(bytes([number]))
+    except BrokenPipeError:  # the process has just ended, and the answer is on its way
+        return
 
 
 def _inherited(fd: int) -> bool:

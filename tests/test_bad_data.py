@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import lockstep
-from lockstep.trainer import Diverged
+from lockstep.outcome import Diverged
 
 FLAGS = {"device": "cpu", "log_every": 4, "size": 64, "batch_size": 8}
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lockstep import checkpoint
 from lockstep.distributed import World
-from lockstep.trainer import NotSaved
+from lockstep.outcome import NotSaved
 
 PACKAGE = Path(sys.modules["lockstep"].__file__).parent  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from engine import train
 import lockstep
 from lockstep.config import Data, Optim, Run
 from lockstep.distributed import World
-from lockstep.trainer import Diverged
+from lockstep.outcome import Diverged
 
 
 def test_importing_lockstep_loads_neither_the_command_line_nor_the_audit_nor_the_compiler() -> None:

@@ -4,8 +4,10 @@ import signal
 from contextlib import suppress
 
 from .. import distributed, flags, launch, registry, rundir
+from ..outcome import Outcome
 from ..recipe import Recipe
-from ..trainer import Outcome, Trainer
+from ..trainer import Trainer
+from ..watch.hang import HangWatch
 
 
 def run(words: list[str]) -> int:
@@ -24,6 +26,7 @@ def train_recipe(recipe: type[Recipe], words: list[str], command: list[str]) -> 
     with (
         distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world,
         rundir.open_run_dir(request.train.run, recipe.name, world) as run_dir,
+        HangWatch(world, run_dir.path, hardware.hang_timeout, hardware.timeout),
     ):
         outcome = Trainer(request, world, run_dir).fit()
     if world.is_main:

@@ -4,7 +4,7 @@ And all ranks see the same data.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from .agreement import OutOfLockstep, disagreement, minority
 from .data import DataWatch
 from .drift import checksums, differing
 from .ledger import Ledger, tally_epochs
+from .stragglers import StepTime
 
 __all__ = ["OutOfLockstep", "Watch"]
 
@@ -29,21 +30,27 @@ class Watch:
         self.ledger, self.data = ledger, data
         self.seconds = 0.0
         """Time spent on checks so far."""
+        self.step_times: list[Sequence[StepTime]] = []
+        """On rank 0: of each rank, the times that came with the last check."""
 
-    def check(self, step: int, used: list[Slice], everything: bool = False, **facts: Any) -> list[str]:
+    def check(
+        self, step: int, used: list[Slice], everything: bool = False, times: Sequence[StepTime] = (), **facts: Any
+    ) -> list[str]:
         """Raise OutOfLockstep on all ranks if they differ in `replicated` or `facts`, or a sample was not used once.
 
         Now and then a sample's content is compared too; what is noticed without being an error is returned.
         `used`: the samples that went through this rank's model since the last check. `everything`: compare averages and
-        optimizer state too, which takes several times as long.
+        optimizer state too, which takes several times as long. `times`: for `step_times`.
         """
         started = time.perf_counter()
         own = {
             "tensors": checksums(self.replicated(everything)),
             "facts": {"step": step, **facts},
             "used": tally_epochs(used),
+            "times": list(times),
         }
         ranks = self.world.gather(own)
+        self.step_times = [rank["times"] for rank in ranks]
         verdict = (self._problem(step, ranks), self.data.choose(step)) if self.world.is_main else None
         problem, places = self.world.broadcast(verdict)
         if problem:

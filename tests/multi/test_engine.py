@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from lockstep.distributed import World
+from lockstep.outcome import Diverged
 from lockstep.stream import Stream
-from lockstep.trainer import Diverged
 
 
 def by_hand(world: World, steps: int, micro: int, accumulation: int) -> dict[str, Tensor]:

@@ -110,9 +110,9 @@ def test_distributed_without_the_environment_runs_alone_and_says_so(folder: Path
     assert "there is one process; start it with torchrun or --nproc" in " ".join(done.stdout.split())
 
 
-def started(command: list[str], folder: Path, real: bool = False) -> subprocess.Popen[str]:
+def started(command: list[str], folder: Path, real: bool = False, **extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=folder, env=environment(real), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=folder, env=environment(real, **extra), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

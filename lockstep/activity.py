@@ -1,0 +1,59 @@
+"""What this rank does now: written by the main thread with plain assignments, read by the hang watch in another thread.
+
+Nothing here takes a lock, sends a message or waits for a device, so that it may be called in every step.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+START_UP, FIRST_STEP, STEP, LOGGING = "start-up", "the first step", "step", "logging"
+EVALUATION, SAMPLING, SAVING, CLOSING = "evaluation", "sampling", "saving", "closing"
+
+
+@dataclass
+class Activity:
+    """The phase and the progress of this rank."""
+
+    phase: str = START_UP
+    step: int = 0
+    """Steps done."""
+    marks: int = 0
+    """Rises with every sign of progress: a micro-batch, a step, a chunk of an evaluation."""
+    loads_data: bool = False
+    """Whether the main thread waits for the loader."""
+    data_seconds: float = 0.0
+    """Time spent so far in waiting for the loader."""
+    wait_seconds: float = 0.0
+    """Time spent so far in collectives within forward and backward."""
+    device_steps: deque[torch.cuda.Event] = field(default_factory=deque)
+    """Of each step since the last log, an event that occurs when the GPU has finished it."""
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Mark the block as a phase of its own."""
+        before, self.phase = self.phase, phase
+        self.marks += 1
+        try:
+            yield
+        finally:
+            self.phase = before
+            self.marks += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of the block as time spent waiting for other ranks."""
+        started = time.perf_counter()
+        yield
+        self.wait_seconds += time.perf_counter() - started
+
+    def finish_step(self, step: int, on_gpu: bool) -> None:
+        """Mark a step as done by the host; the GPU may still be at work on it."""
+        self.step, self.phase = step, STEP
+        self.marks += 1
+        if on_gpu:
+            self.device_steps.append(torch.cuda.current_stream().record_event())
