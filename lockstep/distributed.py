@@ -138,11 +138,11 @@ def _first_on_machine() -> bool:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         threading.Event().wait(3)  # the launcher ends all ranks at the first exit
         return False
-    _report_cut_off("does not answer")
+    report_cut_off("does not answer")
     return True
 
 
-def _report_cut_off(how: str) -> None:
+def report_cut_off(how: str) -> None:
     """Print that the store is out of reach, and see to it that the launcher ends too."""
     with suppress(OSError):
         sys.stderr.write(
@@ -331,7 +331,7 @@ def _start_failure_monitor(store: dist.Store, timeout: float, period: float = 1.
 def _exit_cut_off(timeout: float) -> NoReturn:
     """Exit because the store does not answer: this machine is cut off from the one that has it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        _report_cut_off(f"has not answered for {timeout:g} s (--timeout)")
+        report_cut_off(f"has not answered for {timeout:g} s (--timeout)")
     else:
         threading.Event().wait(3)  # local rank 0 prints, and the launcher ends all ranks at the first exit
     os._exit(1)

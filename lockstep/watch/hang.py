@@ -13,11 +13,12 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import activity
-from ..distributed import HANG_STATUS, World, answer_within, first_to_fail
+from ..distributed import HANG_STATUS, World, answer_within, first_to_fail, report_cut_off
 from ..runlock import is_running, this_process
 from .board import Board
 from .diagnosis import RankState, diagnose, report
@@ -77,36 +78,32 @@ class HangWatch:
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)  # of this thread: to ask for events makes no other context
         last = time.monotonic()
-        with self._dump_without_gil() as arm:
+        with self._dump_on_signal():
             while not self._left.wait(pause := self._pause):
                 now = time.monotonic()
                 elapsed, last = min(now - last, 3 * pause), now  # the process may have been stopped meanwhile
                 self._clock.tick(elapsed)
-                arm()
                 self._look(elapsed)
         if self._board is not None:
             self._board.post(RankState(self.world.rank, done=True))
 
     @contextmanager
-    def _dump_without_gil(self) -> Iterator[Callable[[], None]]:
-        """Yield what must be called again and again, or stacks are dumped by a thread that does not need the GIL.
+    def _dump_on_signal(self) -> Iterator[None]:
+        """Write the stack to a file without a name at SIGUSR2, even where C code holds the GIL.
 
-        They go to a file without a name, which another rank reads in /proc; of a single process, to standard error.
+        Another rank of this machine sends the signal, and reads the file in /proc. Only the thread that gets the
+        signal is written: to read the stacks of running threads without the GIL may crash the process.
         """
+        if self.world.size == 1 or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+            yield
+            return
         with tempfile.TemporaryFile() as dump:
-            self._process |= {"dump": dump.fileno(), "thread": self._watched}
-            alone = self.world.size == 1
-
-            def arm() -> None:
-                limit = self._clock.limit(False) if alone else 0.7 * self.hang_timeout
-                faulthandler.cancel_dump_traceback_later()
-                if limit is not None:
-                    faulthandler.dump_traceback_later(limit + 1.0 * alone, file=2 if alone else dump.fileno())
-
+            faulthandler.register(signal.SIGUSR2, dump, all_threads=False)
+            self._process |= {"dump": dump.fileno()}
             try:
-                yield arm
+                yield
             finally:
-                faulthandler.cancel_dump_traceback_later()
+                faulthandler.unregister(signal.SIGUSR2)
 
     def _look(self, elapsed: float) -> None:
         """Publish the state of this rank, and report a hang if there is one."""
@@ -125,7 +122,8 @@ class HangWatch:
         states = self._board.read()
         self._store_silent = 0.0 if self._board.answers else self._store_silent + elapsed
         if self._store_silent >= self.hang_timeout / 2 and own.limit is not None and own.idle >= own.limit:
-            self._end([self._with_stacks(own)], ", and the store of the process group does not answer")
+            report_cut_off(f"has not answered for {self._store_silent:.0f} s")
+            self._end([self._with_stacks(own)])
         if self._board.answers:
             self._judge(own, states, elapsed)
 
@@ -196,10 +194,10 @@ class HangWatch:
             self._left.wait(0.1)
         _exit()
 
-    def _end(self, states: list[RankState], reason: str = "") -> None:
+    def _end(self, states: list[RankState]) -> None:
         """Write and print what was found, and exit; ranks of this machine that do not respond are killed."""
         idle = max(state.idle for state in states)
-        head = f"the run hangs: no progress for {idle:.0f} s (--hang_timeout {self.hang_timeout:g}){reason}"
+        head = f"the run hangs: no progress for {idle:.0f} s (--hang_timeout {self.hang_timeout:g})"
         summary = "\n    ".join((head, *diagnose(states)))
         with suppress(Exception):  # nobody may read the output, the disk may be the reason of the hang
             answer_within(_ANSWER, lambda: self._write(summary, report(states)))
@@ -248,11 +246,23 @@ def _examine(state: RankState) -> None:
     elif _process_state(pid) in "Tt":
         state.silent = f"does not respond: process {pid} is stopped (SIGSTOP?)"
     else:
-        with suppress(OSError):
-            state.threads = Path(f"/proc/{pid}/fd/{state.process['dump']}").read_text(errors="replace")
-        line = _dumped_line(state.threads, state.process["thread"])
+        state.threads = _dumped_stack(state.process)
+        line = _dumped_line(state.threads)
         where = f" at {line}" if line else ""
         state.silent = f"does not respond since {state.when()}{where}: its code holds the GIL"
+
+
+def _dumped_stack(process: dict[str, Any]) -> str:
+    """Return what faulthandler writes in another process of this machine; see `_dump_on_signal`."""
+    if "dump" not in process:
+        return ""
+    with suppress(OSError):
+        os.kill(process["pid"], signal.SIGUSR2)
+        for _ in range(20):
+            threading.Event().wait(0.05)
+            if text := Path(f"/proc/{process['pid']}/fd/{process['dump']}").read_text(errors="replace"):
+                return text
+    return ""
 
 
 def _process_state(pid: int) -> str:
@@ -261,10 +271,9 @@ def _process_state(pid: int) -> str:
     return "?"
 
 
-def _dumped_line(dump: str, thread: int) -> Line | None:
-    """Return the line at which a thread was when faulthandler wrote its stack."""
-    block = re.search(rf"[Tt]hread 0x0*{thread:x} .*?:\n(.*?)(?=\n\S|\Z)", dump, re.DOTALL)
-    found = re.findall(r'File "(.+?)", line (\d+) in (.+)', block[1]) if block else []
+def _dumped_line(dump: str) -> Line | None:
+    """Return the line at which a thread was when faulthandler wrote its stack, which has the innermost line first."""
+    found = re.findall(r'File "(.+?)", line (\d+) in (.+)', dump)
     stack = [Line(file, int(number), function, "") for file, number, function in reversed(found)]
     return own_line(stack) if stack else None
 

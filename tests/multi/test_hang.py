@@ -146,7 +146,7 @@ def test_a_rank_whose_store_does_not_answer_ends_by_itself(tmp_path: Path) -> No
     finally:
         os.kill(process_of(first.pid), signal.SIGKILL)
         first.communicate(timeout=60)
-    assert second.returncode == HANG_STATUS and "the store of the process group does not answer" in said, said
+    assert second.returncode == HANG_STATUS and re.search(r"the store at .* has not answered for \d+ s", said), said
     assert not alive(tmp_path)
 
 
@@ -214,7 +214,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
     threading.Event().wait(4)
     os.kill(process_of(process.pid), signal.SIGCONT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 0 and "the run hangs" not in said, said
+    assert process.returncode == 0 and said == "", said
 
 
 SLOW = {
