@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from .files import replacing, sync_folder
+from .files import flush, replacing, sync_folder
 from .weights import check_shapes
 
 Tensors = dict[str, dict[str, Tensor]]  # file stem -> tensor name -> tensor
@@ -153,16 +153,18 @@ def _fill(folder: Path, tensors: Tensors, state: str, manifest: dict[str, Any]) 
     for stem, group in tensors.items():
         safetensors.torch.save_file(group, folder / f"{stem}.safetensors")
     (folder / "state.json").write_text(state)
-    files = {path.name: _flushed(path) for path in sorted(folder.iterdir())}
+    mode = (folder / "state.json").stat().st_mode  # as the umask asks for
+    files = {}
+    for path in sorted(folder.iterdir()):
+        flush(path, mode)
+        files[path.name] = _manifest_entry(path)
     (folder / "manifest.json").write_bytes(_sealed({**manifest, "files": files}))
-    _flushed(folder / "manifest.json")
+    flush(folder / "manifest.json")
     sync_folder(folder)
 
 
-def _flushed(path: Path) -> dict[str, Any]:
-    """Flush a file and return its entry in the manifest."""
+def _manifest_entry(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}
 
 

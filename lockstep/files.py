@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +13,26 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; what is written to it replaces `path` on leaving without an exception.
 
-    A reader, and a process that is killed, finds the old file or the new one, never a part of it.
+    A reader, and a process that is killed, finds the old file or the new one, never a part of it. Its mode follows
+    the umask, whoever writes it.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        flush(temporary, mode)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def flush(path: Path, mode: int | None = None) -> None:
+    """Write a file to the disk, with this mode: safetensors creates files that only their owner can read."""
+    with path.open("rb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), stat.S_IMODE(mode))
+        os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:

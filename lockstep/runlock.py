@@ -60,7 +60,7 @@ class RunLock:
     def _create(self) -> bool:
         """Create the file; False if there is one."""
         try:
-            handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)  # less what the umask takes away
         except FileExistsError:
             return False
         with os.fdopen(handle, "w") as file:  # whoever reads it half-written waits at `_one_at_a_time`
