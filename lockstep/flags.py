@@ -11,7 +11,9 @@ so `batch_size: 64` in a file means exactly what `--batch_size 64` means. Flags 
 import contextlib
 import dataclasses
 import io
+import json
 import os
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +41,8 @@ ALIASES = {
 }
 """Other names that guides and scripts use for a flag."""
 
+MAX_YAML = 200_000
+"""Characters of a settings file. Those of a run have two thousand; a larger one would take long to parse."""
 Flag = tuple[str, list[str]]
 """A flag's name and its words as typed: ("batch_size", ["--batch_size", "64"])."""
 FindConfig = Callable[[str, str | None, str], Path | None]
@@ -62,15 +66,18 @@ class Request:
         groups = [self.options, *(getattr(self.train, f.name) for f in dataclasses.fields(self.train))]
         return {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
 
-    def write(self, path: Path) -> None:
-        """Write the settings as a file that `--config` reads, without what is unset or about this launch alone."""
+    def settings(self) -> dict[str, Any]:
+        """Return what a later launch of the run needs: every setting but unset ones and those of this launch alone."""
         this_launch = {"resume", "config", "preset", "out", "nproc", "local_rank", "world_size"}
         settings = {k: v for k, v in self.flat().items() if v is not None and k not in this_launch}
         for winner, loser in EXCLUSIVE:
             if winner in settings:
                 settings.pop(loser, None)
-        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-        write_text(path, yaml.safe_dump(settings, sort_keys=False))
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+
+    def write(self, path: Path) -> None:
+        """Write the settings as a file that `--config` reads."""
+        write_text(path, yaml.safe_dump(self.settings(), sort_keys=False))
 
 
 def parse(recipe: type[Recipe], argv: Sequence[str], prog: str, find_config: FindConfig = lambda *_: None) -> Request:
@@ -195,17 +202,18 @@ def _from_mapping(mapping: Mapping[str, Any], known: Known, source: str) -> list
         name = known.canonical(key)
         if name not in known.flags:
             raise ValueError(f"{source}: there is no setting {key!r}{nearest(name, known.flags)}")
+        if isinstance(value, list | tuple) and any(isinstance(x, list | tuple | Mapping) for x in value):
+            # Before anything else: a few lines of YAML with aliases may stand for terabytes, once they are spelt out.
+            raise ValueError(f"{source}: {key} is a list of single values, not of lists")
+        if isinstance(value, Mapping):
+            raise ValueError(f"{source}: {key} is one value, not a group of settings")
         if known.flags[name]:
             yes = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
             if str(value).lower() not in yes:
                 raise ValueError(f"{source}: {key} is true or false, not {value!r}")
             flags.append((name, [f"--{name}" if yes[str(value).lower()] else f"--no_{name}"]))
         elif isinstance(value, list | tuple):
-            if any(isinstance(element, list | tuple | Mapping) for element in value):  # or an alias bomb, spelt out
-                raise ValueError(f"{source}: {key} is a list of single values, not of lists")
             flags.append((name, [f"--{name}", *map(str, value)]))
-        elif isinstance(value, Mapping):
-            raise ValueError(f"{source}: {key} is one value, not a group of settings")
         else:
             flags.append((name, [f"--{name}", "None" if value in (None, "null", "~", "") else str(value)]))
     return flags
@@ -223,11 +231,18 @@ def _leaves(mapping: Mapping[str, Any], known: Known) -> Iterable[tuple[str, Any
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """Return the settings of a file; values stay strings, the parser of the flags converts them."""
     try:
-        content = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
+        text = path.read_text()
+        if len(text) > MAX_YAML:
+            raise ValueError(f"{path} has {len(text):,} characters; a file of settings has at most {MAX_YAML:,}")
+        content = yaml.load(text, Loader=yaml.BaseLoader)
     except OSError as error:
         raise ValueError(f"cannot read the config {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply: it is a list of `flag: value` lines") from None
     if not isinstance(content or {}, Mapping):
         raise ValueError(f"{path} is a list of `flag: value` lines, not a {type(content).__name__}")
     return content or {}
@@ -241,24 +256,63 @@ def _read_config(path: Path, known: Known) -> Mapping[str, Any]:
     return settings
 
 
+def _check_not_edited(path: Path, known: Known, given: set[str]) -> None:
+    """Raise a ValueError if a run's config.yaml is not as it was written, but for settings that the user has `given`.
+
+    A run that goes on with other settings by accident is wrong without a sign of it; its receipt has what it wrote.
+    """
+    try:
+        settings = json.loads((path.parent / "receipt.json").read_text())["settings"]
+        written = yaml.load(yaml.safe_dump(settings), Loader=yaml.BaseLoader).items()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        return  # the receipt is damaged, or of a version that did not record its settings
+    found = read_yaml(path).items()
+    old, new = (
+        _undecided((pair for pair in a if pair not in b), known, given) for a, b in ((written, found), (found, written))
+    )
+    if not old and not new:
+        return
+    changes = [f"{key} is {new.get(key, 'missing')}, was {old.get(key, 'not set')}" for key in {**old, **new}]
+    remedies = [
+        f"{shlex.join(_words(_from_mapping(pairs, known, str(path))))} to {how}"
+        for pairs, how in ((new, "use what is in the file"), (old, "keep what the run had"))
+        if pairs
+    ]
+    raise ValueError(
+        f"{path} was edited since the run wrote it: {'; '.join(changes)}. Settings of a run change on the command "
+        f"line: add {', or '.join(remedies)}"
+    )
+
+
+def _undecided(pairs: Iterable[tuple[str, Any]], known: Known, given: set[str]) -> dict[str, Any]:
+    """Return the settings that the user has not given, nor another one that excludes them."""
+    decided = given | {other for pair in EXCLUSIVE for other in pair if given & set(pair)}
+    return {key: value for key, value in pairs if known.canonical(key) not in decided and key not in known.removed}
+
+
 def _files(
     recipe: type[Recipe], typed: list[Flag], known: Known, find_config: FindConfig
 ) -> tuple[list[list[Flag]], list[Flag]]:
     """Return the layers that the command line names: those of preset and resumed run, and that of the config file."""
-    values = {name: words[0].partition("=")[2] if "=" in words[0] else " ".join(words[1:]) for name, words in typed}
-    layers = []
-    file = _read_config(Path(values["config"]), known) if values.get("config") else {}
-    preset = values.get("preset") or file.get("preset")
-    if preset:
+    config = _values(typed).get("config")
+    file = _from_mapping(_read_config(Path(config), known), known, config) if config else []
+    values, layers = _values([*file, *typed]), []
+    if preset := values.get("preset"):
         if preset not in recipe.presets:
             have = ", ".join(recipe.presets) or "none"
             raise ValueError(f"there is no preset {preset!r}{nearest(preset, recipe.presets)}; this recipe has: {have}")
         layers.append(_from_mapping(recipe.presets[preset], known, f"preset {preset}"))
-    both = {**file, **values}
-    resume = both.get("resume")
-    if resume and (resumed := find_config(resume, both.get("out"), recipe.name)):
+    resume = values.get("resume")
+    if resume and (resumed := find_config(resume, values.get("out"), recipe.name)):
+        _check_not_edited(resumed, known, {name for name, _ in [*file, *typed]})
         layers.append(_from_mapping(_read_config(resumed, known), known, str(resumed)))
-    return layers, _from_mapping(file, known, values.get("config", ""))
+    return layers, file
+
+
+def _values(flags: Iterable[Flag]) -> dict[str, str]:
+    """Return the value of each flag that has one; the last of several."""
+    pairs = ((name, words[0].partition("=")[2] if "=" in words[0] else " ".join(words[1:])) for name, words in flags)
+    return {name: value for name, value in pairs if value not in ("", "None")}
 
 
 def _resolve_exclusive(layers: list[list[Flag]]) -> list[list[Flag]]:

@@ -29,7 +29,7 @@ class Receipt:
     """Rows of (what, value), and notes: settings without effect, and whatever else a user may not expect."""
 
     facts: dict[str, Any]
-    """For programs: how the recipe is found again, the global batch, which launch this is."""
+    """For programs: how the recipe is found again, the global batch, which launch this is, and all settings."""
     rows: list[tuple[str, str]]
     notes: list[str]
 
@@ -54,6 +54,7 @@ def make_receipt(setup: Setup, state: TrainState) -> Receipt:
         "spec": spec_of(setup.request.recipe),
         "global_batch": setup.batching.global_batch,
         "launch_ids": setup.run_dir.launch_ids,
+        "settings": setup.request.settings(),
     }
     return Receipt(facts, _rows(setup, state), [*setup.run_dir.notes, *_notes(setup, state.model)])
 

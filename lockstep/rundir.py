@@ -140,11 +140,13 @@ def run_folder(path: Path) -> Path:
 
 
 def find_config(resume: str, out: str | None, name: str) -> Path | None:
-    """Return the config.yaml of the run that `--resume` names, if it has one."""
+    """Return the config.yaml of the run that `--resume` names; None if there is no such run."""
     newest = Path(out) if out else newest_run(RUNS / name)
     resumed = newest if resume in ("auto", "latest") else Path(resume)
     for folder in (resumed, *list(resumed.parents)[:2]) if resumed else ():
-        if (folder / "config.yaml").is_file() and (folder / "receipt.json").is_file():
+        if (folder / "receipt.json").is_file():
+            if not (folder / "config.yaml").is_file():
+                raise ValueError(f"{folder} has lost its config.yaml; `settings` in its receipt.json is what it held")
             return folder / "config.yaml"
     return None
 

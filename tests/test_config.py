@@ -166,9 +166,34 @@ def test_a_bomb_of_yaml_aliases_is_refused_at_once(tmp_path: Path) -> None:
     for last in ("ema_decay: *a29", "seed: *a29"):
         with pytest.raises(ValueError, match=r"no setting 'x1'|list of single values|single values"):
             request("--config", file(tmp_path, "\n".join([*lines, last])))
-    bomb = "ema_decay: [&a [0.5, 0.5], *a]"
-    with pytest.raises(ValueError, match="ema_decay is a list of single values"):
-        request("--config", file(tmp_path, bomb))
+    for key in ("ema_decay", "tensorboard", "preset", "resume", "ddp"):
+        with pytest.raises(ValueError, match=f"{key} is a list of single values"):
+            request("--config", file(tmp_path, f"{key}: [&a [0.5, 0.5], *a]"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr: " + "[" * 5_000, "nested too deeply"),
+        ("lr: " + "1" * 300_000, "has 300,004 characters; a file of settings has at most 200,000"),
+        ("lr: &a [*a]", "not valid YAML"),
+        ("? [a]\n: 1", "not valid YAML"),
+        ("preset: [a, b]", "there is no preset 'a b'"),
+        ("lr: \udcff", "is not a text file"),
+    ],
+)
+def test_a_hostile_file_is_refused_in_no_time(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=said):
+        request("--config", str(path))
+
+
+def test_an_alias_of_out_in_a_file_says_which_run_is_resumed(tmp_path: Path) -> None:
+    asked: list[str | None] = []
+    config = file(tmp_path, "resume: auto\nsave_dir: here\n")
+    parse(tiny.Tiny, ["--config", config], "test", lambda _, out, __: asked.append(out))
+    assert asked == ["here"]
 
 
 def test_an_option_that_was_removed_is_an_error_but_in_the_config_of_an_old_run(tmp_path: Path) -> None:

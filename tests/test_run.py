@@ -12,6 +12,7 @@ import torch
 from engine import train, trainer
 
 from lockstep.checkpoint import load
+from lockstep.config import TrainConfig
 from lockstep.distributed import World
 from lockstep.flags import parse
 from lockstep.rundir import RunDir, find_config, resolve_run_dir
@@ -118,6 +119,69 @@ def test_if_all_are_damaged_nothing_starts_from_scratch_silently() -> None:
     Path("here/checkpoints/step-00000002/state.json").unlink()
     with pytest.raises(ValueError, match="no good checkpoint"):
         run_dir("--resume", "auto", "--out", "here")
+
+
+def resumed(*flags: str) -> TrainConfig:
+    return parse(tiny.Tiny, ["--resume", "here", *flags], "test", find_config).train
+
+
+def edit(*pairs: tuple[str, str]) -> None:
+    file = Path("here/config.yaml")
+    text = file.read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
+def test_a_config_that_was_edited_is_noticed_when_its_run_is_resumed() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--lr", "0.5", "--ema_decay", "0.9", "0.99", "--out", "here"])
+    assert resumed().optim.lr == 0.5
+    edit(("lr: 0.5\n", "lr: 0.25\n"), ("seed: 0\n", ""), ("tensorboard: false", "tensorboard: true"))
+    with pytest.raises(ValueError) as error:
+        resumed()
+    said = str(error.value)
+    for change in ("here/config.yaml was edited", "seed is missing, was 0", "lr is 0.25, was 0.5", "true, was false"):
+        assert change in said
+    assert "add --lr 0.25 --tensorboard to use what is in the file, or" in said
+    assert set(said.partition(", or ")[2].removesuffix(" to keep what the run had").split()) == {
+        "--seed", "0", "--lr", "0.5", "--no_tensorboard",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"wrote it: seed is missing, was 0; tensorboard is true"):
+        resumed("--lr", "0.25")
+    assert resumed("--lr", "0.25", "--seed", "0", "--tensorboard").optim.lr == 0.25
+    train(World(), "Tiny", ["--resume", "here", "--n_steps", "4", "--lr", "0.25", "--seed", "0", "--no_tensorboard"])
+    assert resumed().optim.lr == 0.25 and resumed().data.n_steps == 4
+
+
+def test_a_setting_that_was_added_to_a_config_is_noticed_and_decided_by_its_opposite() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    edit(("n_steps: 2\n", "epochs: 3\n"))
+    with pytest.raises(ValueError, match=r"n_steps is missing, was 2; epochs is 3, was not set.*--epochs 3"):
+        resumed()
+    assert resumed("--n_steps", "4").data.n_steps == 4
+    assert resumed("--epochs", "1").data.epochs == 1
+
+
+def test_comments_and_order_in_a_config_may_change() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    lines = Path("here/config.yaml").read_text().splitlines()
+    Path("here/config.yaml").write_text("\n".join(["# mine", *sorted(lines)]))
+    assert resumed().data.n_steps == 2
+
+
+def test_a_config_that_is_gone_is_not_taken_for_the_defaults() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--lr", "0.5", "--out", "here"])
+    Path("here/config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"here has lost its config.yaml; `settings` in its receipt.json"):
+        resumed()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"settings": 3}'])
+def test_a_run_with_a_damaged_receipt_can_still_be_resumed(content: str) -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--lr", "0.5", "--out", "here"])
+    Path("here/receipt.json").write_text(content)
+    assert resumed().optim.lr == 0.5
 
 
 def test_a_checkpoint_of_another_model_says_which_tensor_and_shape() -> None:
