@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from . import parallel
+from . import parallel, trust
 from .config import Optim
 from .distributed import World
 from .files import printable, write_text
 from .optim import Update
 from .recipe import Describes
-from .registry import spec_of
+from .registry import file_of, spec_of
 from .setup import Setup
 from .state import TrainState
 from .trackers import Screen
@@ -45,6 +45,9 @@ class Receipt:
             console.print()
 
     def write(self, path: Path) -> None:
+        """Write it for programs; the recipe's file, which this process has executed, is from now on a trusted one."""
+        if file := file_of(self.facts["spec"]):
+            trust.record(file)
         write_text(path, json.dumps({**self.facts, **dict(self.rows), "notes": self.notes}, indent=2) + "\n")
 
 

@@ -20,12 +20,17 @@ def installed() -> dict[str, importlib.metadata.EntryPoint]:
 
 def find(name: str) -> type[Recipe]:
     """Return the recipe class called `name`: an installed one, or `path/to/file.py:Class`."""
-    if ".py" in name:
+    if file_of(name):
         return _from_file(name)
     points = installed()
     if name not in points:
         raise ValueError(f"there is no recipe {name!r}{nearest(name, points)}; `lockstep recipes` lists them")
     return register(points[name].load(), name, name)
+
+
+def file_of(name: str) -> Path | None:
+    """Return the file that a recipe is loaded from, and that is executed on the way; None for an installed one."""
+    return Path(name.partition(":")[0]) if ".py" in name else None
 
 
 def _from_file(name: str) -> type[Recipe]:

@@ -1,6 +1,7 @@
 """What tests share: a tiny recipe, and the state of the process put back after each test."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -13,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_configure(config: pytest.Config) -> None:
     stack = ExitStack()
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # what runs note about the user is not noted about who tests
+        os.environ["XDG_STATE_HOME"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-state-"))
     stack.enter_context(zygote())
     config.add_cleanup(stack.close)
 

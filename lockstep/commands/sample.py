@@ -14,7 +14,7 @@ from .trained import TrainedRun, UseFlags, on_ranks, path_of, recipe_of
 
 def run(words: list[str]) -> int:
     path = path_of(words, "sample")
-    recipe = recipe_of(path)
+    recipe = recipe_of(path, words)
     if not isinstance(recipe, Generates):
         raise ValueError(f"the recipe {type(recipe).__name__} generates nothing")
     settings_type = _settings_type(recipe)

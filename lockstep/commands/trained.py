@@ -1,6 +1,8 @@
 """A trained run, opened: what `lockstep sample`, `test` and `predict` have in common."""
 
+import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .. import checkpoint, distributed, flags, launch, precision, registry, rundir
+from .. import checkpoint, distributed, flags, launch, precision, registry, rundir, trust
 from ..config import Hardware
 from ..distributed import World
 from ..evaluate import Evaluator, samples_of
@@ -34,6 +36,9 @@ class UseFlags:
     """Samples at once on each rank."""
     seed: int = 0
     """Another seed, other samples."""
+    recipe: str | None = None
+    """Name or FILE.py:Class of the recipe. Needed for a run from elsewhere with a recipe of its own: the file is
+    executed."""
 
     def hardware(self) -> Hardware:
         return Hardware(nproc=self.nproc, device=self.device)
@@ -71,16 +76,39 @@ def path_of(words: list[str], command: str) -> Path:
     return Path(words[0])
 
 
-def recipe_of(path: Path) -> Recipe:
-    """Return the recipe that a run was made with, with its options."""
-    return _load_request(path)[0]
+def recipe_of(path: Path, words: list[str]) -> Recipe:
+    """Return the recipe of a run with its options, before the flags in `words` can be parsed: some are the recipe's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe")
+    return _load_request(path, parser.parse_known_args(words)[0].recipe)[0]
 
 
-def _load_request(path: Path) -> tuple[Recipe, tuple[float, ...]]:
+def _load_request(path: Path, given: str | None) -> tuple[Recipe, tuple[float, ...]]:
     folder = rundir.run_folder(path)
-    found = registry.find(json.loads((folder / "receipt.json").read_text())["spec"])
+    found = registry.find(given or _recorded_recipe(folder))
     request = flags.parse(found, ["--config", str(folder / "config.yaml")], "lockstep")
     return found(request.options), request.train.optim.ema_decay
+
+
+def _recorded_recipe(folder: Path) -> str:
+    """Return what the receipt names as the recipe of a run; a ValueError for a file that the user may not know."""
+    try:
+        spec = str(json.loads((folder / "receipt.json").read_text())["spec"])
+    except (ValueError, KeyError, TypeError):
+        spec = ""
+    if not spec:
+        raise ValueError(f"the receipt of {folder} names no recipe; say which it is: --recipe NAME_OR_FILE.py:Class")
+    file = registry.file_of(spec)
+    if file and not file.is_file():
+        raise ValueError(
+            f"{folder} was trained with {spec}, and there is no such file; say where it is: --recipe FILE.py"
+        )
+    if file and not trust.is_trusted(file):
+        raise ValueError(
+            f"{folder} was trained with {spec}, a file that you have not trained with on this machine. To use the run, "
+            f"the code in this file is executed; if you trust it, add: --recipe {shlex.quote(spec)}"
+        )
+    return spec
 
 
 def open_run(path: Path, use: UseFlags, world: World, autocast: AbstractContextManager[Any]) -> TrainedRun:
@@ -89,7 +117,7 @@ def open_run(path: Path, use: UseFlags, world: World, autocast: AbstractContextM
     chosen: Path = world.on_main(lambda: _choose(found, use.checkpoint))
     saved = checkpoint.load(chosen)
     averages = [name for name in saved.tensors if name.startswith("ema-")]
-    recipe, decays = _load_request(path)
+    recipe, decays = _load_request(path, use.recipe)
     if use.weights == "ema" and not averages:
         raise ValueError(f"{chosen} has no averaged weights; use --weights plain")
     name = f"ema-{decays[0]}" if averages and use.weights != "plain" else "model"
