@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from .files import flush, replacing, sync_folder
+from .files import flush, make_folder, replacing, sync_folder
 from .weights import check_shapes
 
 Tensors = dict[str, dict[str, Tensor]]  # file stem -> tensor name -> tensor
@@ -89,7 +89,7 @@ class Checkpoints:
         beside = self.folder / f".{name}.{os.getpid()}.tmp"
         try:
             best = best or name in self._bests()  # the best one, saved again, is still the best
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             _fill(beside, tensors, state, {"format": FORMAT, "step": step, "best": best, "final": final})
             _swap(beside, self.folder / name)
             self.written = step
@@ -308,4 +308,3 @@ def export(path_stem: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
                 torch.save(copies, temporary)
             else:
                 safetensors.torch.save_file(copies, temporary, metadata)
-    sync_folder(path_stem.parent)

@@ -23,6 +23,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         flush(temporary, mode)
         temporary.replace(path)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -49,6 +50,14 @@ def read_text(path: Path) -> str:
 def printable(text: str) -> str:
     """Return the text with bytes that are not UTF-8, as a file's name may hold, written out: `caf\\xe9`."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def make_folder(path: Path, exist_ok: bool = True) -> None:
+    """Create a folder and those above it; a power cut does not take them away again, nor what is saved in them."""
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=exist_ok)
+    for folder in new:
+        sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from . import checkpoint
 from .config import Run
 from .distributed import World
+from .files import make_folder
 from .runlock import RunLock, start_time
 
 RUNS = Path("runs")
@@ -180,7 +181,7 @@ def _new_folder(runs: Path) -> Path:
     name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for folder in (runs / name, *(runs / f"{name}-{n}" for n in range(2, 1000))):
         try:
-            folder.mkdir(parents=True)
+            make_folder(folder, exist_ok=False)
             return folder
         except FileExistsError:
             continue
@@ -192,7 +193,7 @@ def _new_folder(runs: Path) -> Path:
 def _create(folder: Path) -> None:
     """Create the folder; a folder that cannot be written fails now, not at the first checkpoint."""
     try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        make_folder(folder / "checkpoints")
         test_file = folder / ".writable"
         test_file.write_text("")
         test_file.unlink()
