@@ -1,7 +1,8 @@
 """Nothing that was saved is lost when the power fails, at whichever system call it does."""
 
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ from lockstep.distributed import World
 from lockstep.flags import read_yaml
 
 Save = Callable[[Checkpoints], None]
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder without a disk behind it: thousands of flushes cost nothing there, and the model is what counts."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        yield Path(folder)
 
 
 def save(step: int, best: bool = False) -> Save:
@@ -39,9 +47,9 @@ def save(step: int, best: bool = False) -> Save:
     ],
 )
 def test_a_power_failure_at_any_call_of_a_save_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, saves: list[Save]
+    memory: Path, saves: list[Save]
 ) -> None:
-    folder = tmp_path / "disk" / "run" / "checkpoints"
+    folder = memory / "disk" / "run" / "checkpoints"
     folder.parent.mkdir(parents=True)
     checkpoints = Checkpoints(folder, keep=2)
     for before in saves[:-1]:
@@ -53,13 +61,13 @@ def test_a_power_failure_at_any_call_of_a_save_leaves_the_old_or_the_new_checkpo
         written = max(written, checkpoints.written or 0)
         return written
 
-    with Disk(tmp_path / "disk", promise) as disk:
+    with Disk(memory / "disk", promise) as disk:
         saves[-1](checkpoints)
-    assert disk.calls.count("fsync") >= 6 and len(disk.states) > 30
+    assert disk.calls.count("fsync") >= 6 and len(disk.states) > 40
     for number, ((tree, at_least), when) in enumerate(disk.states.items()):
-        restore(tree, tmp_path / "after")
-        _check_after_cut(tmp_path / "after" / "run" / "checkpoints", at_least, f"state {number}, {when}")
-        shutil.rmtree(tmp_path / "after")
+        restore(tree, memory / "after")
+        _check_after_cut(memory / "after" / "run" / "checkpoints", at_least, f"state {number}, {when}")
+        shutil.rmtree(memory / "after")
 
 
 def _check_after_cut(folder: Path, at_least: int, when: str) -> None:
@@ -77,8 +85,9 @@ def _check_after_cut(folder: Path, at_least: int, when: str) -> None:
     assert not list(folder.glob(".*")), when
 
 
+@pytest.mark.slow
 def test_a_power_failure_at_any_call_of_a_run_loses_nothing_that_was_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers: list[Checkpoints] = []
     create = Checkpoints.__init__
@@ -88,8 +97,8 @@ def test_a_power_failure_at_any_call_of_a_run_loses_nothing_that_was_saved(
         create(self, folder, keep)
 
     monkeypatch.setattr(Checkpoints, "__init__", created)
-    (tmp_path / "disk").mkdir()
-    monkeypatch.chdir(tmp_path / "disk")
+    (memory / "disk").mkdir()
+    monkeypatch.chdir(memory / "disk")
     written = 0
 
     def promise() -> int:
@@ -98,15 +107,15 @@ def test_a_power_failure_at_any_call_of_a_run_loses_nothing_that_was_saved(
         return written
 
     flags = ["--save_every", "2", "--lr", "0.03", "--ema_decay", "0.9"]
-    with Disk(tmp_path / "disk", promise) as disk:
-        end = train(World(), "Tiny", ["--n_steps", "6", "--keep", "1", *flags])
+    with Disk(memory / "disk", promise) as disk:
+        end = train(World(), "Tiny", ["--n_steps", "4", "--keep", "1", *flags])
     monkeypatch.setattr(Checkpoints, "__init__", create)
     (run,) = Path("runs/tiny").iterdir()
     settings = read_yaml(run / "config.yaml")
     resumed: dict[int, int] = {}
     for (tree, at_least), when in disk.states.items():
-        restore(tree, tmp_path / "after")
-        monkeypatch.chdir(tmp_path / "after")
+        restore(tree, memory / "after")
+        monkeypatch.chdir(memory / "after")
         reports: list[str] = []
         found = newest(run / "checkpoints", reports.append)
         assert (found.step if found else 0) >= at_least, (when, reports)
@@ -114,10 +123,10 @@ def test_a_power_failure_at_any_call_of_a_run_loses_nothing_that_was_saved(
             assert rundir.resolve_run_dir(Run(resume="latest"), "tiny", World()).resume_from == found.path, when
             config = rundir.find_config("latest", None, "tiny")
             assert config and read_yaml(config) == settings, when
-        if found and found.step < 6 and resumed.setdefault(found.step, 0) < 3:
+        if found and found.step < 4 and resumed.setdefault(found.step, 0) < 3:
             resumed[found.step] += 1
             weights = train(World(), "Tiny", ["--resume", "latest"])
             assert all((weights[name] == tensor).all() for name, tensor in end.items()), when
-        monkeypatch.chdir(tmp_path)
-        shutil.rmtree(tmp_path / "after")
-    assert resumed == {2: 3, 4: 3}
+        monkeypatch.chdir(memory)
+        shutil.rmtree(memory / "after")
+    assert resumed == {2: 3} and len(disk.states) > 300
