@@ -12,9 +12,12 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+SMALL = ("--preset", "laptop", "--device", "cpu")
+
+
 def printed(name: str, *flags: str) -> str:
     """Return the output of a benchmark of micro-batches of 2. Its exit status is no matter: times mean nothing here."""
-    command = [sys.executable, str(BENCHMARKS / name), "--preset", "laptop", "--device", "cpu", *flags]
+    command = [sys.executable, str(BENCHMARKS / name), *flags]
     environment = {**os.environ, "LOCKSTEP_SMOKE": "2", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert "Traceback" not in done.stderr, done.stderr
@@ -23,7 +26,7 @@ def printed(name: str, *flags: str) -> str:
 
 @pytest.mark.slow
 def test_watching_prints_the_cost_of_probes_and_checks() -> None:
-    step, audit, check = printed("watching.py", "--rounds", "1", "--steps", "2").splitlines()
+    step, audit, check = printed("watching.py", *SMALL, "--rounds", "1", "--steps", "2").splitlines()
     assert re.fullmatch(r"a step of dit: \d+\.\d ms", step)
     assert re.fullmatch(r"the audit's probes: -?\d+\.\d\d % of a step \(claimed: below 5 %\)", audit)
     assert re.fullmatch(r"the checks of every run: \d+\.\d{3} % \(claimed: below 0.5 %\)", check)
@@ -31,9 +34,20 @@ def test_watching_prints_the_cost_of_probes_and_checks() -> None:
 
 @pytest.mark.slow
 def test_step_prints_the_ratio_to_a_step_written_by_hand() -> None:
-    result = json.loads(printed("step.py", "--steps", "1"))
+    result = json.loads(printed("step.py", *SMALL, "--steps", "1"))
     assert result["device"] == "cpu" and result["ratio"] > 0 and result["images_per_second"] > 0
     assert set(result["seconds"]) == {"lockstep", "by hand", "lockstep again"}
+
+
+@pytest.mark.slow
+def test_endurance_finds_nothing_that_grows_or_collides() -> None:
+    lines = printed("endurance.py", "--checkpoints", "60", "--runs", "4").splitlines()
+    assert [line.partition(":")[0] for line in lines[:3]] == [f"after {n} checkpoints" for n in (6, 30, 60)]
+    early, late = (re.search(r"open_files (\d+), threads (\d+), files (\d+)", lines[i]) for i in (0, 2))
+    assert early and late and early.groups() == late.groups()
+    assert lines[4].startswith(
+        "4 runs at once: 4 complete in 4 folders with 1 kind(s) of weights, 0 file(s) left behind"
+    )
 
 
 def test_every_benchmark_has_a_test_here() -> None:
