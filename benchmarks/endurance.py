@@ -101,7 +101,7 @@ def start_at_once(number: int, folder: Path) -> bool:
     seconds = time.perf_counter() - started
     for log in logs:
         log.close()
-    weights = [path.read_bytes() for path in folder.glob("runs/line/*/checkpoints/step-00000020/model.safetensors")]
+    weights = [path.read_bytes() for path in folder.glob("runs/line/*/checkpoints/last/model.safetensors")]
     left = list(folder.rglob(".*"))
     print(
         f"{number} runs at once: {number - failed} complete in {len(weights)} folders with {len(set(weights))} kind(s) "
