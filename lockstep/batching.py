@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .config import Data
-from .stream import Slice
+from .stream import Slice, Stream
 
 
 class MicroBatch(NamedTuple):
@@ -18,6 +18,8 @@ class MicroBatch(NamedTuple):
     """Which samples these are, (n,) int64; with their epochs they are the keys of their randomness."""
     samples: Slice
     """The same on the host, for the ledger."""
+    number: int
+    """Its place among all ranks' micro-batches of the step; in an exact run the number of the tile."""
     last: bool
     """Whether it is the last of its step on this rank: the one that synchronises gradients."""
     error: str | None = None
@@ -34,6 +36,8 @@ class Batching:
     world: int
     global_batch: int
     n_steps: int
+    tiles: int | None = None
+    """Of an exact run: the pieces that a global batch is cut into, the same on any world."""
 
     @classmethod
     def plan(
@@ -61,8 +65,32 @@ class Batching:
         micro_batch, accumulation = _cut(global_batch, world, data.batch_size)
         return cls(dataset, micro_batch, accumulation, world, global_batch, min(n_steps, smoke or n_steps))
 
+    def in_tiles(self, tiles: int) -> "Batching":
+        """Return the same global batch cut into so many tiles."""
+        if tiles < self.world:
+            raise ValueError(
+                f"the global batch of this exact run is cut into {tiles} tile(s), too few for {self.world} ranks: "
+                f"start up to {tiles}, or begin a run with a smaller --batch_size"
+            )
+        micro_batch, accumulation = -(-self.global_batch // tiles), -(-tiles // self.world)
+        return replace(self, micro_batch=micro_batch, accumulation=accumulation, tiles=tiles)
+
+    def own(self, rank: int) -> range:
+        """Return the numbers of a rank's micro-batches among those of all ranks."""
+        if self.tiles:
+            return range(self.tiles * rank // self.world, self.tiles * (rank + 1) // self.world)
+        return range(rank * self.accumulation, (rank + 1) * self.accumulation)
+
+    def slices(self, stream: Stream, step: int, rank: int) -> list[Slice]:
+        """Return the samples of a rank's micro-batches; the last has some: with it gradients are synchronised."""
+        if self.tiles:
+            return [stream.batch(step, tile, self.tiles) for tile in self.own(rank)]
+        return stream.micro_batches(step, rank, self.world, self.accumulation)
+
     def halved(self) -> "Batching":
         """Return the same global batch cut into micro-batches of half the size."""
+        if self.tiles:
+            return self.in_tiles(min(2 * self.tiles, self.global_batch))
         micro_batch = -(-self.micro_batch // 2)
         share = -(-self.global_batch // self.world)
         return replace(self, micro_batch=micro_batch, accumulation=-(-share // micro_batch))

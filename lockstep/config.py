@@ -148,6 +148,8 @@ class Hardware:
     """Mixed precision where the hardware has it; --no_use_amp is --precision fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the objective; auto: on a GPU."""
+    exact: bool = False
+    """The same bits on any number of ranks: gradients are summed without rounding, kernels are deterministic."""
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
     max_restarts: int = 0

@@ -165,7 +165,7 @@ class Evaluator:
         def own() -> list[int]:
             found = []
             for i, index in enumerate(samples.index.tolist()):
-                (item,) = fetch.__getitems__((Slice(samples.epoch[i : i + 1], samples.index[i : i + 1]), True))
+                (item,) = fetch.__getitems__((Slice(samples.epoch[i : i + 1], samples.index[i : i + 1]), 0, True))
                 if item.error or not torch.isfinite(self._loss_of(item)).all():
                     found.append(index)
                 self.world.activity.marks += 1

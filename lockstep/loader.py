@@ -25,18 +25,18 @@ class Fetch:
         self.items, self.seed, self.collate = item_getter(dataset), seed, recipe.collate
         self.augment = recipe.augment if isinstance(recipe, Augments) else None
 
-    def __getitems__(self, request: tuple[Slice, bool]) -> list[MicroBatch]:
+    def __getitems__(self, request: tuple[Slice, int, bool]) -> list[MicroBatch]:
         """Return one micro-batch, or its error: an exception would lose its message on the way to the rank."""
-        samples, last = request
+        samples, number, last = request
         epoch, index = torch.from_numpy(samples.epoch), torch.from_numpy(samples.index)
         try:
             items = self.items(index.tolist())
             if self.augment is not None:
                 rngs = (Rng.of(self.seed, epoch[i : i + 1], index[i : i + 1]) for i in range(len(index)))
                 items = [self.augment(item, rng) for item, rng in zip(items, rngs, strict=True)]
-            return [MicroBatch(self.collate(items) if items else None, epoch, index, samples, last)]
+            return [MicroBatch(self.collate(items) if items else None, epoch, index, samples, number, last)]
         except ValueError as error:
-            return [MicroBatch(None, epoch, index, samples, last, str(error))]
+            return [MicroBatch(None, epoch, index, samples, number, last, str(error))]
 
 
 def item_getter(dataset: Any) -> Callable[[list[int]], list[Any]]:
@@ -67,10 +67,11 @@ class Loader:
     ):
         workers = default_workers(world.device) if workers is None else workers
         steps = (
-            stream.micro_batches(step, world.rank, world.size, batching.accumulation)
+            zip(batching.slices(stream, step, world.rank), batching.own(world.rank), strict=True)
             for step in itertools.count(first_step)
         )
-        requests = ((samples, samples is step[-1]) for step in steps for samples in step)
+        last = batching.own(world.rank)[-1]
+        requests = ((samples, number, number == last) for step in steps for samples, number in step)
         self._batches = iter(
             DataLoader(
                 Fetch(recipe, dataset, stream.seed),  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ batch, and this file is the only place that does. In one step, in this order:
 
     micro_batches, per_sample = normalizer.count_terms(micro_batches)     a loss of several terms: counts come first
     total, weight, logs = objective(batch, epoch, index, per_sample)      forward pass of each micro-batch
-    normalizer.scale(total, weight, samples).backward()                   times what is known before the last one
+    normalizer.scale(total, weight, number, samples).backward()           times what is known before the last one
     normalizer.gradient_factor()                                          what the summed gradients still need
     loss_sums.add(total, weight, logs); loss_sums.means(world)            the values that are logged
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batching import MicroBatch
+from .batching import Batching, MicroBatch
 from .distributed import World
 from .rng import Rng
 
@@ -92,12 +92,13 @@ class Normalizer:
     Nothing here waits for the device.
     """
 
-    def __init__(self, term_counts: TermCounts | None, world: World, global_batch: int, seed: int, dtype: torch.dtype):
-        self.term_counts, self.world, self.global_batch = term_counts, world, global_batch
-        self.seed, self.dtype = seed, dtype
+    def __init__(self, term_counts: TermCounts | None, world: World, batching: Batching, seed: int, dtype: torch.dtype):
+        self.term_counts, self.world, self.global_batch = term_counts, world, batching.global_batch
+        self.seed, self.dtype, self.tiles = seed, dtype, batching.tiles
         self.weight_per_sample: float | None = None
         """Where the weight is a Python number: the same for every sample, micro-batch and rank."""
-        self._weight: Tensor | None = None
+        self._weights: dict[int, Tensor] = {}
+        """Weights that are tensors, by number of the micro-batch."""
 
     def count_terms(self, micro_batches: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], dict[str, Tensor] | None]:
         """Return the micro-batches and, of each term, the elements per sample of the global batch.
@@ -117,14 +118,16 @@ class Normalizer:
         per_sample = (global_counts / self.global_batch).to(self.dtype)
         return micro_batches, dict(zip(counts, per_sample, strict=True))
 
-    def scale(self, total: Tensor, weight: float | Tensor, samples: int, fp16_scale: float | Tensor = 1.0) -> Tensor:
+    def scale(
+        self, total: Tensor, weight: float | Tensor, number: int, samples: int, fp16_scale: float | Tensor = 1.0
+    ) -> Tensor:
         """Return what to call backward on: this micro-batch's share of the mean, as far as it is known.
 
         All factors are multiplied first: the scale of fp16 alone would overflow a total in fp16.
         """
         factor = fp16_scale / self.global_batch
         if isinstance(weight, Tensor):
-            self._weight = weight if self._weight is None else self._weight + weight
+            self._weights[number] = weight
             return total * factor
         if self.weight_per_sample is None:
             self.weight_per_sample = weight / samples
@@ -138,14 +141,20 @@ class Normalizer:
 
     def gradient_factor(self) -> Tensor | None:
         """Return what the summed gradients are still to be multiplied by; None if they are right already."""
-        if self._weight is None:
+        if not self._weights:
             return None
-        weight, self._weight = self.world.sum(self._weight.to(self.dtype, copy=True)), None
-        return self.global_batch / weight
+        weights, self._weights = self._weights, {}
+        if self.tiles is None:
+            weight = torch.stack(list(weights.values())).to(self.dtype).sum()
+            return self.global_batch / self.world.sum(weight)
+        table = torch.zeros(self.tiles, dtype=torch.float64, device=self.world.device)
+        for number, weight in weights.items():
+            table[number] = weight
+        return (self.global_batch / self.world.sum(table).sum()).to(self.dtype)  # others' zeros: an exact sum
 
     def reset(self) -> None:
         """Drop the weights of a step that is not taken."""
-        self._weight = None
+        self._weights = {}
 
 
 class LossSums:
@@ -162,9 +171,31 @@ class LossSums:
         """Return each sum over all ranks divided by the weight; this waits for the device."""
         sums, self.sums = self.sums, {}
         values = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in sums.values()])
-        reduced = dict(zip(sums, world.sum(values).tolist(), strict=True))
-        weight = reduced.pop("weight")
-        return {name: value / weight if weight else math.nan for name, value in reduced.items()}
+        return _per_weight(dict(zip(sums, world.sum(values).tolist(), strict=True)))
+
+
+class ExactLossSums(LossSums):
+    """The same, free of rounding and so of any order: the values of all tiles are kept, and added up once."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.rows: list[Tensor] = []
+
+    def add(self, total: Tensor, weight: float | Tensor, logs: dict[str, Tensor]) -> None:
+        values = {"loss": total, "weight": weight, **logs}
+        self.names = list(values)
+        self.rows.append(torch.stack([torch.as_tensor(v, device=total.device).double() for v in values.values()]))
+
+    def means(self, world: World) -> dict[str, float]:
+        rows, self.rows = torch.stack(self.rows).tolist(), []
+        ranks = world.gather(rows)
+        sums = [math.fsum(column) for column in zip(*(row for rank in ranks for row in rank), strict=True)]
+        return _per_weight(dict(zip(self.names, world.broadcast(sums), strict=True)))
+
+
+def _per_weight(sums: dict[str, float]) -> dict[str, float]:
+    weight = sums.pop("weight")
+    return {name: value / weight if weight else math.nan for name, value in sums.items()}
 
 
 def loss_sums(loss: Loss, counts: dict[str, Tensor] | None = None) -> Sums:

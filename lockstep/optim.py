@@ -102,8 +102,12 @@ class Update:
         self._skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
 
     @torch.no_grad()
-    def step(self, step: int, factor: Tensor | None = None) -> None:
-        """Update the weights; `step` counts from 0, gradients are multiplied by `factor`."""
+    def step(self, step: int, factor: Tensor | None = None, discard: Tensor | None = None) -> Tensor:
+        """Update the weights, and return whether they are left as they were.
+
+        `step` counts from 0, gradients are multiplied by `factor`. With `discard` the step does not count at all: it
+        will be done again.
+        """
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         if self.scaler is not None:
@@ -111,6 +115,7 @@ class Update:
             factor = unscale if factor is None else factor * unscale
         norm = norm if factor is None else norm * factor
         bad = ~torch.isfinite(norm)
+        skip, bad = (bad, bad) if discard is None else (bad | discard, bad & ~discard)
         if self.clip:
             clip = (self.clip / (norm + 1e-6)).clamp(max=1.0)
             factor = clip if factor is None else factor * clip
@@ -119,16 +124,18 @@ class Update:
         for group, lr in zip(self.optimizer.param_groups, self.full_lr, strict=True):
             group["lr"] = lr * self.schedule(step)
         if self._skips_itself:
-            self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not bad.item():  # an optimizer without that: the host has to wait for the device
+        elif not skip.item():  # an optimizer without that: the host has to wait for the device
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.norm, self.bad_steps = norm, self.bad_steps + bad
-        self.bad_in_row = torch.where(bad, self.bad_in_row + 1, 0)
+        in_row = torch.where(bad, self.bad_in_row + 1, 0)
+        self.bad_in_row = in_row if discard is None else torch.where(discard, self.bad_in_row, in_row)
         self.first_bad = torch.where(bad & (self.first_bad < 0), step, self.first_bad)
         if self.scaler is not None:
-            self.scaler.update(bad)
+            self.scaler.update(bad, discard)
+        return skip
 
     def state_dict(self) -> dict[str, Any]:
         return {"bad_steps": int(self.bad_steps)}

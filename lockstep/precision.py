@@ -23,12 +23,19 @@ class Scaler:
         self.scale = torch.tensor(scale, device=device)
         self.good_steps = torch.tensor(0, device=device)
 
-    def update(self, bad: Tensor) -> None:
-        """Adapt the scale; `bad`: whether this step's gradient was not finite, the same on every rank."""
+    def update(self, bad: Tensor, discard: Tensor | None = None) -> None:
+        """Adapt the scale; `bad`: whether this step's gradient was not finite, the same on every rank.
+
+        With `discard` nothing changes: the step will be done again.
+        """
+        scale, good_steps = self.scale, self.good_steps
         self.good_steps = torch.where(bad, 0, self.good_steps + 1)
         grow = self.good_steps >= self.GROWTH_INTERVAL
         self.scale = torch.where(bad, self.scale * 0.5, torch.where(grow, self.scale * 2, self.scale))
         self.good_steps = torch.where(grow, 0, self.good_steps)
+        if discard is not None:
+            self.scale = torch.where(discard, scale, self.scale)
+            self.good_steps = torch.where(discard, good_steps, self.good_steps)
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale.item(), "good_steps": self.good_steps.item()}

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from . import parallel, trust
+from . import trust
+from .batchnorm import has_batch_norm
 from .config import Optim
 from .distributed import World
 from .files import printable, write_text
@@ -102,7 +103,7 @@ def _notes(setup: Setup, model: nn.Module) -> list[str]:
         notes.append("distributed training was asked for, but there is one process; start it with torchrun or --nproc")
     if not setup.batching.divides_evenly:
         notes.append("the global batch does not divide evenly: some micro-batches are smaller by one")
-    return notes + (_batch_norm_notes(setup) if parallel.has_batch_norm(model) else [])
+    return notes + (_batch_norm_notes(setup) if has_batch_norm(model) else [])
 
 
 def _batch_norm_notes(setup: Setup) -> list[str]:

@@ -2,17 +2,19 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import checkpoint, optim, parallel, precision
+from . import batchnorm, checkpoint, optim, precision
 from .batching import Batching
 from .checkpoint import Checkpoint
 from .config import RunFacts, TrainConfig
 from .distributed import World
 from .evaluate import dataset_size, samples_of
+from .exact import Exactness, ExactSums, environment, use_deterministic_kernels
 from .flags import Request
 from .loss import Normalizer
 from .optim import Ema
@@ -46,15 +48,18 @@ class Setup:
     def config(self) -> TrainConfig:
         return self.request.train
 
+    @property
+    def in_tiles(self) -> bool:
+        """Whether gradients are summed exactly, tile by tile; one tile in all needs no sum."""
+        return (self.batching.tiles or 1) > 1
+
     def every(self, what: str) -> int:
         """Return the steps between two times that `eval`, `save` or `sample` is due; 0 for never."""
         return self.batching.every(getattr(self.config.run, f"{what}_every"))
 
     def normalizer(self) -> Normalizer:
         term_counts = self.recipe.term_counts if isinstance(self.recipe, SeveralTerms) else None
-        return Normalizer(
-            term_counts, self.world, self.batching.global_batch, self.config.data.seed, self.precision.dtype
-        )
+        return Normalizer(term_counts, self.world, self.batching, self.config.data.seed, self.precision.dtype)
 
     def facts(self) -> RunFacts:
         has_validation_set = self.validation is not None
@@ -86,6 +91,12 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     resumed_global_batch = saved.state["global_batch"] if saved else run_dir.global_batch
     size = dataset_size(data)
     batching = Batching.plan(config.data, size, world.size, resumed_global_batch, request.smoke)
+    exactness = None
+    if config.hardware.exact:
+        began = saved.state.get("exact", {}) if saved else {}
+        fewest = max(world.size, -(-batching.global_batch // config.data.batch_size))
+        batching = batching.in_tiles(began.get("tiles", fewest))
+        exactness = Exactness(batching.tiles or 1, environment(world))
 
     torch.manual_seed(seed)
     model = recipe.model()
@@ -93,14 +104,17 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
         run_dir.notes.append(note)
     model.to(world.device, chosen.dtype)
     sync_bn = _sync_batch_norm(model, config, batching, world)
-    torch.manual_seed(seed * 1_000_003 + world.rank + 1)  # for dropout alone: all else is keyed
     compiled = _is_compiled(config, world, sync_bn)
+    if config.hardware.exact:
+        use_deterministic_kernels(world.device, compiled)
     setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn)
 
     emas = [Ema(model, decay) for decay in config.optim.ema_decay]
     progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
-    state = TrainState(model, _update(setup, model), emas, ledger, progress, world)
-    own_statistics = set(dict(model.named_buffers())) if parallel.has_batch_norm(model) and not sync_bn else set()
+    sums = ExactSums((p for p in model.parameters() if p.requires_grad), world) if setup.in_tiles else None
+    state = TrainState(model, _update(setup, model), emas, ledger, progress, exactness, sums)
+    own = batchnorm.has_batch_norm(model) and not (sync_bn or setup.in_tiles)
+    own_statistics = set(dict(model.named_buffers())) if own else set()
     watch = Watch(world, lambda everything: state.replicated(own_statistics, everything), ledger, data_watch)
     if saved:
         _check_same_run(saved, seed, size)
@@ -117,12 +131,16 @@ def _check_same_run(saved: Checkpoint, seed: int, dataset: int) -> None:
 
 
 def _sync_batch_norm(model: nn.Module, config: TrainConfig, batching: Batching, world: World) -> bool:
+    if (batching.tiles or 1) > 1 and batchnorm.has_batch_norm(model):
+        batchnorm.replace_batch_norm(model, batchnorm.TileBatchNorm)
+        model.to(world.device)
+        return False
     wanted = {"auto": world.size > 1, "on": True, "off": False}[config.hardware.sync_bn]
-    if not wanted or not parallel.has_batch_norm(model):
+    if not wanted or not batchnorm.has_batch_norm(model):
         return False
     if batching.global_batch // world.size < batching.accumulation:
         raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise --batch_size")
-    parallel.sync_batch_norm(model, world.activity)
+    batchnorm.replace_batch_norm(model, partial(batchnorm.SyncBatchNorm, activity=world.activity))
     return True
 
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, Tensors, export
-from .distributed import World
+from .exact import Exactness, ExactSums
 from .optim import Ema, OptimizerState, Update
 from .watch.ledger import Ledger
 from .weights import check_shapes
@@ -53,39 +52,24 @@ class Progress:
         self.step, self.best, self.bad_evaluations = state["step"], state["best"], state["bad_evaluations"]
 
 
-class Generators:
-    """The global generators of all ranks; dropout draws from them. A rank that was not there before keeps its own."""
-
-    def __init__(self, world: World):
-        self.world = world
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the states of all ranks, on rank 0; a collective."""
-        own = {"cpu": torch.get_rng_state()}
-        if self.world.device.type == "cuda":
-            own["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        ranks = self.world.gather(own)
-        return {f"rank{rank}.{kind}": state for rank, kinds in enumerate(ranks) for kind, state in kinds.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        rank = self.world.rank
-        if f"rank{rank}.cpu" in state:
-            torch.set_rng_state(state[f"rank{rank}.cpu"])
-        if f"rank{rank}.cuda" in state and self.world.device.type == "cuda":
-            torch.cuda.set_rng_state(state[f"rank{rank}.cuda"], self.world.device)
-
-
 class TrainState:
-    """Model, optimizer, averages, schedule, counters, generators."""
+    """Model, optimizer, averages, schedule, counters."""
 
     def __init__(
-        self, model: nn.Module, update: Update, emas: list[Ema], ledger: Ledger, progress: Progress, world: World
+        self,
+        model: nn.Module,
+        update: Update,
+        emas: list[Ema],
+        ledger: Ledger,
+        progress: Progress,
+        exactness: Exactness | None,
+        sums: ExactSums | None,
     ):
         self.model, self.update, self.emas, self.ledger, self.progress = model, update, emas, ledger, progress
+        self.exactness, self.sums = exactness, sums
         self._tensors: dict[str, Stateful] = {
             "model": model,
             "optimizer": OptimizerState(update.optimizer, dict(model.named_parameters())),
-            "rng": Generators(world),
             **{f"ema-{ema.decay}": ema for ema in emas},
         }
         """By file of the checkpoint."""
@@ -98,13 +82,17 @@ class TrainState:
         """By key of state.json."""
         if update.scaler is not None:
             self._numbers["scaler"] = update.scaler
+        if exactness is not None:
+            self._numbers["exact"] = exactness
+        if sums is not None:
+            self._tensors["exact"] = sums
 
     def replicated(self, own: set[str], everything: bool) -> dict[str, Tensor]:
         """Return, by "<part>/<name>", the tensors that must be equal on every rank: all but the names in `own`.
 
         Unless `everything` is asked for, only the model's.
         """
-        chosen = [name for name in self._tensors if name == "model" or (everything and name != "rng")]
+        chosen = [name for name in self._tensors if name == "model" or everything]
         parts = {name: self._tensors[name].state_dict() for name in chosen}
         return {
             name if part == "model" else f"{part}/{name}": tensor
@@ -114,7 +102,7 @@ class TrainState:
         }
 
     def capture(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the tensors and the numbers of a checkpoint. Every rank calls this: generators are each rank's own."""
+        """Return the tensors and the numbers of a checkpoint."""
         tensors = {name: dict(part.state_dict()) for name, part in self._tensors.items()}
         numbers = {name: dict(part.state_dict()) for name, part in self._numbers.items()}
         return tensors, {"optimizer": type(self.update.optimizer).__name__, **numbers}
@@ -129,10 +117,11 @@ class TrainState:
                 raise ValueError(f"{source} has no averages with decay {ema.decay}; give the --ema_decay of its run")
         check_shapes(self.model.state_dict(), saved.tensors["model"], source)
         for name, part in self._tensors.items():
-            part.load_state_dict(saved.tensors[name])
+            if name in saved.tensors or name != "exact":  # a run may become exact when it is resumed
+                part.load_state_dict(saved.tensors[name])
         flat = saved.state if "progress" not in saved.state else None  # version 0.1 wrote most numbers side by side
         for name, part in self._numbers.items():
-            if (numbers := saved.state.get(name, flat)) is not None:
+            if (numbers := saved.state.get(name, None if name == "exact" else flat)) is not None:
                 part.load_state_dict(numbers)
 
     def export(self, folder: Path, recipe: str) -> None:

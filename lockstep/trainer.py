@@ -1,10 +1,9 @@
-"""The loop. `train_step` is the whole training step; `fit` is what happens around it.
+"""The loop over a run's steps, and what is due between them; the step itself is in step.py.
 
 trainer = Trainer(request, world, run_dir)
 outcome = trainer.fit()
 """
 
-import gc
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,30 +11,22 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from . import activity, checkpoint, loader, trackers
+from . import activity, checkpoint, trackers
 from .distributed import StopSignals, World
 from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator
 from .flags import Request
-from .loss import LossSums, Objective
-from .outcome import Diverged, NotSaved, Outcome, OutOfMemory
-from .parallel import Replica
+from .outcome import Diverged, NotSaved, Outcome
 from .receipt import make_receipt
 from .recipe import Scores
 from .rundir import RunDir
 from .sampling import Sampler
 from .setup import prepare
-from .stream import Slice, Stream
+from .step import TrainStep
+from .stream import Slice
 from .watch.stragglers import StepTime, StepTimes, Stragglers
 
-OUT_OF_MEMORY = 1000
-"""A stop request more urgent than any signal's number."""
 FP16_OVERFLOWS = 20
 """Skipped steps that do not count as bad in fp16: its scale starts too high and is halved by each of them."""
-FinishedMicroBatch = tuple[Slice, Tensor, float | Tensor, dict[str, Tensor]]
-"""Samples, and the total, weight and logs of their loss."""
 
 
 class Trainer:
@@ -47,17 +38,12 @@ class Trainer:
         self.recipe, self.precision = self.setup.recipe, self.setup.precision
         self.model, self.update, self.progress = self.state.model, self.state.update, self.state.progress
         self.resumed_step = self.progress.step
-        seed, batching = self.config.data.seed, self.setup.batching
-        costs = self.recipe.sample_costs(self.setup.data)
-        self.stream = Stream(batching.dataset, batching.global_batch, seed, costs)
-        self.normalizer = self.setup.normalizer()
+        seed = self.config.data.seed
         self.evaluator = Evaluator(self.recipe, self.model, world, self.precision.autocast, seed)
         self.sampler = Sampler(
             self.evaluator, self.state.emas, self.folder, lambda text: self.trackers.status(text), self.say
         )
-        self.loss_sums, self.step_times, self.stragglers = LossSums(), StepTimes(world), Stragglers()
-        self.samples_used: list[Slice] = []
-        """Since the last check of the ledger."""
+        self.step_times, self.stragglers = StepTimes(world), Stragglers()
         self.signals = StopSignals()
         self.stop_request = 0
         """Agreed by all ranks in every step: the number of a signal, OUT_OF_MEMORY, or 0."""
@@ -67,89 +53,11 @@ class Trainer:
         self.trackers = trackers.Trackers({})
         if world.is_main:
             self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", self.config.run.keep)
-        self._build_replica_and_loader()
-
-    def _build_replica_and_loader(self) -> None:
-        """Build what depends on the size of the micro-batch."""
-        setup, step = self.setup, self.progress.step
-        objective = Objective(self.recipe.loss, self.model, self.config.data.seed)
-        self.replica = Replica(objective, self.world, setup.compiled)
-        self.replica.buckets.on_ready = self.step_times.gradients_ready
-        if self.world.size > 1:
-            self._warm_up_ddp()
-        self.loader = loader.Loader(
-            self.recipe, setup.data, self.stream, self.world, setup.batching, step,
-            self.config.data.num_workers, self.precision.dtype,
-        )  # fmt: skip
-
-    def _warm_up_ddp(self) -> None:
-        samples = self.stream.batch(self.progress.step, self.world.rank, self.world.size)
-        samples = Slice(samples.epoch[:2], samples.index[:2])
-        (micro,) = loader.Fetch(self.recipe, self.setup.data, self.stream.seed).__getitems__((samples, True))
-        if micro.error:
-            raise ValueError(micro.error)
-        micro = loader.to_device(micro, self.world.device, self.precision.dtype)
-        _, per_sample = self.normalizer.count_terms([micro])
-        self.replica.warm_up(micro, per_sample, self.precision.autocast)
-        self._discard_gradients()
+        self.step = TrainStep(self.setup, self.state, self.step_times.gradients_ready, self.say)
 
     def train_step(self) -> None:
-        """Make one optimizer update from one global batch."""
-        finished = self._accumulate_gradients()
-        self.stop_request = self.world.all_reduce_max(OUT_OF_MEMORY if finished is None else self.signals.received)
-        if finished is None or self.stop_request == OUT_OF_MEMORY:
-            finished = None
-            self._redo_with_smaller_micro_batches()
-            return
-        self.update.step(self.progress.step, self.normalizer.gradient_factor())
-        for ema in self.state.emas:
-            ema.update(self.progress.step)
-        for samples, total, weight, logs in finished:
-            self.samples_used.append(samples)
-            self.loss_sums.add(total, weight, logs)
-
-    def _accumulate_gradients(self) -> list[FinishedMicroBatch] | None:
-        """Run forward and backward of all micro-batches of a step; None if this rank is out of memory."""
-        finished, self.replica.buckets.issued = list[FinishedMicroBatch](), 0
-        try:
-            micro_batches, per_sample = self.normalizer.count_terms(self.loader.step())
-            for micro in micro_batches:
-                if not len(micro.indices):
-                    continue  # more micro-batches than samples on this rank; never the last one
-                with nullcontext() if micro.last else self.replica.no_sync():
-                    with self.precision.autocast:
-                        total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices, per_sample)
-                    scale = self.precision.scaler.scale if self.precision.scaler else 1.0
-                    self.normalizer.scale(total, weight, len(micro.indices), scale).backward()
-                finished.append((micro.samples, total.detach(), weight, logs))
-        except torch.OutOfMemoryError:
-            if self.setup.sync_bn:
-                raise  # other ranks wait in the middle of a forward pass: no agreement is possible there
-            self.replica.buckets.release()
-            return None
-        return finished
-
-    def _redo_with_smaller_micro_batches(self) -> None:
-        """Halve the micro-batch on all ranks, because one was out of memory; the global batch stays."""
-        old = self.setup.batching
-        if old.micro_batch == 1:
-            raise OutOfMemory("there is not enough memory for a single sample; use a smaller model or input")
-        new = self.setup.batching = old.halved()
-        self.say(
-            f"out of memory at step {self.progress.step + 1}: micro-batch {old.micro_batch} -> {new.micro_batch}, "
-            f"accumulation {old.accumulation} -> {new.accumulation}; the global batch stays {old.global_batch}"
-        )
-        self._discard_gradients()
-        del self.replica, self.loader
-        gc.collect()
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self._build_replica_and_loader()
-        self.train_step()
-
-    def _discard_gradients(self) -> None:
-        self.update.optimizer.zero_grad(set_to_none=True)
-        self.normalizer.reset()
+        """Make one optimizer update from one global batch, by all ranks."""
+        self.stop_request = self.step.run(self.signals.received)
 
     def fit(self) -> Outcome:
         """Train to the end, or until a stop is requested; then save everything."""
@@ -228,14 +136,15 @@ class Trainer:
 
     def _log(self) -> None:
         """Log the values of the steps since the last log, and check that the ranks agree."""
-        values = self.loss_sums.means(self.world)
+        self.step.confirm()
+        values = self.step.loss_sums.means(self.world)
         self.world.activity.device_steps.clear()
         now, step, batching = time.perf_counter(), self.progress.step, self.setup.batching
         bad_in_row, lr = int(self.update.bad_in_row), self.update.optimizer.param_groups[0]["lr"]
         scale = self.precision.scaler.scale.item() if self.precision.scaler else None
         times = self.step_times.collect()
         self.check_ranks(
-            times=times, lr=lr, scale=scale, weight_per_sample=f"{self.normalizer.weight_per_sample or 0:.9g}"
+            times=times, lr=lr, scale=scale, weight_per_sample=f"{self.step.normalizer.weight_per_sample or 0:.9g}"
         )
         values |= {
             "lr": lr,
@@ -264,7 +173,7 @@ class Trainer:
         text = f"the gradient was not finite at step {first + 1}: {skipped} of {step} steps skipped so far"
         if not self.bad_samples_searched:
             self.bad_samples_searched = True
-            samples = self.stream.batch(first, self.world.rank, self.world.size)
+            samples = self.step.stream.batch(first, self.world.rank, self.world.size)
             text += f"; samples with a loss that is not finite by themselves: {self._bad_samples(samples)}"
         self.say(text)
         advice = f"lower --lr, set --clip_grad, or look at the data. The weights are those of before: {self.folder}"
@@ -289,7 +198,7 @@ class Trainer:
         self, everything: bool = False, times: Sequence[StepTime] = (), **facts: float | str | None
     ) -> None:
         """Raise OutOfLockstep unless the ranks agree in all tensors, in the samples used and in `facts`."""
-        used, self.samples_used = self.samples_used, []
+        used, self.step.samples_used = self.step.samples_used, []
         for note in self.watch.check(self.progress.step, used, everything, times, **facts):
             self.say(note)
 
@@ -307,6 +216,7 @@ class Trainer:
         """Compute metrics on the validation set, from the averaged weights if there are any; equal on every rank."""
         if self.setup.validation is None:
             return
+        self.step.confirm()
         batch_size, run = 2 * self.setup.batching.micro_batch, self.config.run
         limit = 2 * batch_size * self.world.size if self.setup.request.smoke else None
         emas = self.state.emas
@@ -326,6 +236,7 @@ class Trainer:
         step = self.progress.step
         with self._between_steps(activity.SAMPLING):
             if self._is_due("sample") or (at_end and self.setup.every("sample")):
+                self.step.confirm()
                 files = self.sampler.sample(step)
                 for name, path in ((name, path) for name, paths in files.items() for path in paths):
                     self.trackers.picture(step, f"samples/{name}", path)
@@ -340,6 +251,7 @@ class Trainer:
 
     def _save(self, final: bool = False) -> None:
         """Copy everything off the device and write it in the background. Every rank calls this."""
+        self.step.confirm()
         self.check_ranks(everything=True)  # what is saved is right, and the ledger is at the step of the weights
         tensors, numbers = self.state.capture()
         is_best, self.progress.new_best = self.progress.new_best, False
@@ -377,7 +289,7 @@ class Trainer:
                 self.state.export(self.folder, self.setup.request.recipe.name)
         if done:
             self._unless_stopped("the last samples and scores", partial(self._sample_and_score, at_end=True))
-        del self.replica, self.loader
+        self.step.close()
         return Outcome(self.progress.step, self.folder, self.model, self.metrics, stopped_by, self.sample_files)
 
     def _unless_stopped(self, name: str, work: Callable[[], None]) -> None:

@@ -172,10 +172,10 @@ def test_a_plateau_without_evaluations_is_refused(tmp_path: Path) -> None:
 def test_a_weight_that_is_no_count_of_samples_is_refused(tmp_path: Path) -> None:
     run = trainer(World(), "Plain", ["--out", str(tmp_path)])
     total = torch.ones((), requires_grad=True)
-    run.normalizer.scale(total, 24, 8)
-    run.normalizer.scale(total, 9, 3)
+    run.step.normalizer.scale(total, 24, 0, 8)
+    run.step.normalizer.scale(total, 9, 0, 3)
     with pytest.raises(ValueError, match="return it as a tensor"):
-        run.normalizer.scale(total, 20, 8)
+        run.step.normalizer.scale(total, 20, 0, 8)
 
 
 def test_a_folder_deleted_while_running_is_made_again(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ PRELOADED = (
 """Beside all of Lockstep."""
 SCRIPTS = ("lockstep.__main__", "lockstep.audit.call")
 """Modules for `python -m`, which complains of those that are loaded already."""
+NEED_TRITON = ("lockstep.exact_cuda",)
+"""Modules that cannot be imported without a GPU's packages."""
 _DEATH_OF_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 _FREE = 500
@@ -131,7 +133,7 @@ class Zygote:
         package = importlib.import_module("lockstep").__path__
         modules = [module.name for module in pkgutil.walk_packages(package, "lockstep.")]
         for name in (*PRELOADED, *modules):
-            if name not in SCRIPTS:
+            if name not in (*SCRIPTS, *NEED_TRITON):
                 importlib.import_module(name)
         assert len([*Path("/proc/self/task").iterdir()]) == 1, "an import has started a thread"
         gc.collect()

@@ -5,8 +5,14 @@
 The same short run is trained on each world, and once more with accumulation instead of ranks. What they did is
 compared with the first: the samples of every step, every random draw by name, the losses, and the weights at the end.
 In float64, the default, rounding can neither hide a difference nor fake one.
+
+    lockstep verify dit --bits --worlds 1,2,3,4
+
+The runs are exact ones (--exact), in the precision they would train in, compiled where they would be, dropout and all.
+Weights, averages, optimizer state and logged losses must be equal as bits.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -23,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from .. import checkpoint, distributed, launch, parallel, registry, rng, rundir
+from .. import checkpoint, distributed, launch, registry, rng, rundir
+from ..batchnorm import has_batch_norm
 from ..flags import parse
 from ..trainer import Trainer
 from ..weights import read_weights
@@ -43,8 +50,10 @@ class Verify:
     """Numbers of ranks, separated by commas; the first is what the others are compared with."""
     steps: int = 50
     """Steps of each run."""
-    precision: Literal["fp64", "fp32"] = "fp64"
-    """Arithmetic; in fp32 only losses are compared, to 1e-4."""
+    bits: bool = False
+    """Train exactly, as with --exact, and compare bits."""
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic; auto: fp64, with --bits that of training. In fp32 without --bits losses are compared, to 1e-4."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to compute."""
 
@@ -53,6 +62,14 @@ class Verify:
             raise ValueError(f"worlds is a list of numbers such as 1,2,4, not {self.worlds!r}")
         if self.steps < 1:
             raise ValueError(f"steps is at least 1, not {self.steps}")
+        if not self.bits:
+            self.precision = "fp64" if self.precision == "auto" else self.precision
+            if self.precision not in LIMITS:
+                raise ValueError(f"precision is fp64 or fp32, not {self.precision}; with --bits also bf16 and fp16")
+        elif self.precision == "fp64":
+            raise ValueError(
+                "--bits compares runs in fp32, bf16 or fp16, not fp64: exact sums are of float32 gradients"
+            )
 
 
 @dataclass
@@ -64,6 +81,8 @@ class Trace:
     """For each step the (epoch, index) pairs of all ranks, flattened."""
     draws: list[dict[str, Any]] = field(default_factory=list)
     """For each step and named draw a checksum over all samples; for normals a weighted sum."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """With --bits: of each part of the state at the end."""
     batch_norm: bool = False
     """Whether the model has BatchNorm, which sees one micro-batch at a time."""
 
@@ -84,23 +103,44 @@ def run(words: list[str]) -> int:
     data = request.train.data
     batch = data.global_batch_size or data.batch_size * max(1, data.gradient_accumulation_steps)
     worlds = [int(w) for w in options.worlds.split(",")]
-    runs = {f"{w} rank{'s' * (w > 1)}": (w, -(-batch // w)) for w in worlds}
-    runs[ACCUMULATED] = (1, -(-batch // 4))
+    if options.bits:
+        runs = {_ranks(w): (w, -(-batch // max(worlds))) for w in worlds}
+    else:
+        runs = {_ranks(w): (w, -(-batch // w)) for w in worlds} | {ACCUMULATED: (1, -(-batch // 4))}
     folders: list[Path] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as parent:
         for i, (world, micro) in enumerate(runs.values()):
-            own: dict[str, Any] = {"steps": options.steps, "precision": options.precision, "device": options.device}
-            own |= {"global_batch": batch, "micro": micro, "flags": flags, "spec": words[0]}
+            own = asdict(options) | {"global_batch": batch, "micro": micro, "flags": flags, "spec": words[0]}
             folders.append(Path(parent) / str(i))
             folders[-1].mkdir()
             (folders[-1] / "task.json").write_text(json.dumps(own))
             if status := launch.start(world, ["-m", "lockstep", "verify", RANK_OF, str(folders[-1])]):
                 return status
-        return _report(recipe.name, list(runs), folders, options)
+        traces = [Trace(**json.loads((folder / "trace.json").read_text())) for folder in folders]
+        if options.bits:
+            return _report_bits(recipe.name, list(runs), traces, options.steps)
+        return _report(recipe.name, list(runs), traces, folders, options)
 
 
-def _report(name: str, runs: list[str], folders: list[Path], options: Verify) -> int:
-    traces = [Trace(**json.loads((folder / "trace.json").read_text())) for folder in folders]
+def _ranks(world: int) -> str:
+    return f"{world} rank{'s' * (world > 1)}"
+
+
+def _report_bits(name: str, runs: list[str], traces: list[Trace], steps: int) -> int:
+    first, parts = traces[0], list(traces[0].digests)
+    table = Table(title=f"{name}: {steps} steps, bits compared with {runs[0]}")
+    for title in ("run", *parts, "losses", "verdict"):
+        table.add_column(title)
+    equal = True
+    for label, trace in zip(runs[1:], traces[1:], strict=True):
+        checks = [trace.digests[part] == first.digests[part] for part in parts] + [trace.losses == first.losses]
+        equal = equal and all(checks)
+        table.add_row(label, *("equal" if c else "DIFFERENT" for c in checks), "ok" if all(checks) else "DIFFERENT")
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    return 0 if equal else 1
+
+
+def _report(name: str, runs: list[str], traces: list[Trace], folders: list[Path], options: Verify) -> int:
     weights = [read_weights(folder / "weights.safetensors") for folder in folders]
     weight_limit, loss_limit = LIMITS[options.precision]
     table = Table(title=f"{name}: {options.steps} steps in {options.precision}, compared with {runs[0]}")
@@ -183,35 +223,56 @@ def _add_up(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: value % (1 << 64) if isinstance(value, int) else value for name, value in sums.items()}
 
 
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of all names, shapes and bits."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _share_gpus(device: str) -> None:
+    """Let this rank use the first GPU if there are more ranks than GPUs: right for a proof, useless for speed."""
+    if device == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+        os.environ |= {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
 def _worker(folder: Path) -> int:
     """Train as one rank of one run, and write its trace."""
     task = json.loads((folder / "task.json").read_text())
     forced = {"precision": task["precision"], "device": task["device"], "global_batch_size": task["global_batch"]}
-    forced |= {"batch_size": task["micro"], "n_steps": task["steps"], "num_workers": 0, "compile": "off"}
+    forced |= {"batch_size": task["micro"], "n_steps": task["steps"], "num_workers": 0}
     flags = [*task["flags"], *(word for k, v in forced.items() for word in (f"--{k}", str(v)))]
+    flags += ["--exact"] if task["bits"] else ["--compile", "off"]
     found = registry.find(task["spec"])
     request = parse(found, [*flags, "--out", str(folder / "run")], "lockstep verify")
     hardware, recorder, trace = request.train.hardware, Recorder(), Trace()
-    recorder.attach()
+    if not task["bits"]:
+        recorder.attach()
+    _share_gpus(task["device"])
     with distributed.session(hardware.device, hardware.timeout) as world:
         trainer = Trainer(request, world, rundir.resolve_run_dir(request.train.run, found.name, world))
         for module in trainer.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.p = 0.0  # the only randomness that depends on the rank
+            if isinstance(module, nn.modules.dropout._DropoutNd) and not task["bits"]:
+                module.p = 0.0  # it depends on how the global batch is cut
         trainer.model.train()
         recorder.collect()
         for _ in range(task["steps"]):
             trainer.train_step()
             trainer.progress.step += 1
-            trace.losses.append(trainer.loss_sums.means(world)["loss"])
-            used = [pair for part in trainer.samples_used for pair in zip(part.epoch, part.index, strict=True)]
+            trainer.step.confirm()
+            trace.losses.append(trainer.step.loss_sums.means(world)["loss"])
+            used = [pair for part in trainer.step.samples_used for pair in zip(part.epoch, part.index, strict=True)]
             trainer.check_ranks()
             ranks = world.gather(([(int(e), int(i)) for e, i in used], recorder.collect()))
             if world.is_main:
                 trace.samples.append([x for pair in sorted(p for pairs, _ in ranks for p in pairs) for x in pair])
                 trace.draws.append(_add_up([draws for _, draws in ranks]))
+        tensors, _ = trainer.state.capture()
         if world.is_main:
-            trace.batch_norm = parallel.has_batch_norm(trainer.model)
+            trace.digests = {part: _digest(found) for part, found in tensors.items()}
+            trace.batch_norm = has_batch_norm(trainer.model)
             (folder / "trace.json").write_text(json.dumps(asdict(trace)))
             checkpoint.export(folder / "weights", trainer.model.state_dict(), {})
         del trainer

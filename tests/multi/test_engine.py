@@ -146,7 +146,7 @@ def test_a_bit_that_flips_in_averages_or_optimizer_is_found(ranks, tmp_path: Pat
 
 def repeating(world: World, flags: list[str]) -> str:
     run = trainer(world, "Tiny", flags)
-    original = run.loader.step
+    original = run.step.loader.step
 
     def twice():  # both ranks train on rank 0's samples, as a forgotten sampler makes them
         for micro in original():
@@ -155,7 +155,7 @@ def repeating(world: World, flags: list[str]) -> str:
             )
             yield micro._replace(samples=part)
 
-    run.loader.step = twice  # type: ignore[method-assign]
+    run.step.loader.step = twice  # type: ignore[method-assign]
     try:
         run.fit()
     except RuntimeError as error:

@@ -41,7 +41,7 @@ def starved(world: World, flags: list[str], where: str, limit: int) -> tuple[dic
         return result
 
     run.recipe.loss = tight  # type: ignore[method-assign]
-    run._build_replica_and_loader()
+    run.step.build()
     run.fit()
     return run.model.state_dict(), run.setup.batching.micro_batch, run.setup.batching.accumulation
 

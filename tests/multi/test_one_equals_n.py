@@ -7,8 +7,8 @@ import torch
 from engine import lines, train
 from torch import Tensor, nn
 
+from lockstep.batchnorm import SyncBatchNorm, replace_batch_norm
 from lockstep.distributed import World
-from lockstep.parallel import SyncBatchNorm, sync_batch_norm
 
 SLOW, REST = pytest.mark.slow, ("Tiny", "Labelled", "Terms")
 STEPS = ["--n_steps", "50", "--precision", "fp64", "--global_batch_size", "64", "--log_every", "1"]
@@ -73,7 +73,7 @@ def normalised(world: World, sizes: list[int], dtype: torch.dtype, momentum: flo
     model = nn.Sequential(nn.BatchNorm1d(4, momentum=momentum)).to(dtype)
     with torch.no_grad():
         model[0].weight.copy_(torch.rand(4))
-    sync_batch_norm(model)
+    replace_batch_norm(model, SyncBatchNorm)
     assert isinstance(model[0], SyncBatchNorm)
     start = sum(sizes[: world.rank])
     mine = x[start : start + sizes[world.rank]].clone().requires_grad_()
@@ -113,7 +113,7 @@ def test_shared_batch_norm_alone_is_plain_batch_norm() -> None:
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(3)
     model = nn.Sequential(nn.BatchNorm2d(3))
-    sync_batch_norm(model)
+    replace_batch_norm(model, SyncBatchNorm)
     x = torch.randn(4, 3, 5, 5)
     assert torch.equal(model(x), plain(x))
     assert list(model.state_dict()) == ["0." + name for name in plain.state_dict()]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...parallel import sync_batch_norm
+from ...batchnorm import SyncBatchNorm, replace_batch_norm
 from ..patch import Arguments, Function, Patches
 from ..recorder import Recorder
 from ..source import foreign
@@ -200,5 +200,5 @@ def _save_now(original: Function, state_dict: Any, **kwargs: Any) -> Future[Any]
 
 def _sync_batchnorm(original: Function, cls: Any, module: nn.Module, process_group: Any = None) -> nn.Module:
     parent = nn.Sequential(module)
-    sync_batch_norm(parent)
+    replace_batch_norm(parent, SyncBatchNorm)
     return parent[0]

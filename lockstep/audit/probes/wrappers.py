@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ...parallel import SyncBatchNorm
+from ...batchnorm import SyncBatchNorm
 from ..events import Buffers, DDPInit, Forward, FSDPInit, Join, NoSync, Return, TensorParallel, WrapperBypassed
 from ..patch import Function, Hook
 from ..source import user_line

@@ -1,0 +1,81 @@
+"""What exact sums and deterministic kernels cost: the same step of a recipe with and without --exact, in turns.
+
+python benchmarks/exact.py [--recipe dit] [--tiles 1,4] [--rounds 5] [--steps 10] [flags of lockstep train]
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from lockstep.distributed import World, pick_device
+from lockstep.exact import kernel_settings
+from lockstep.flags import parse
+from lockstep.registry import find
+from lockstep.rundir import resolve_run_dir
+from lockstep.trainer import Trainer
+
+
+def make(recipe: str, flags: list[str], folder: Path) -> Trainer:
+    request = parse(find(recipe), [*flags, "--out", str(folder), "--no_tensorboard"], "exact")
+    world = World(device=pick_device(request.train.hardware.device, 0))
+    run = Trainer(request, world, resolve_run_dir(request.train.run, recipe, world))
+    run.model.train()
+    return run
+
+
+def seconds(run: Trainer, steps: int) -> float:
+    """Of one step, with the kernels that the run wants."""
+    with kernel_settings(run.config.hardware.exact, run.world.device, run.setup.compiled):
+        times = []
+        for warming_up in (True, False):
+            if run.world.device.type == "cuda":
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(2 if warming_up else steps):
+                run.train_step()
+                run.progress.step += 1
+            if run.world.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - started) / steps)
+    return times[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe", default="dit")
+    parser.add_argument("--tiles", default="1,4", help="into how many tiles the global batch is cut")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    asked, flags = parser.parse_known_args()
+    runs: dict[str, Trainer] = {}
+    with tempfile.TemporaryDirectory() as parent:
+        for tiles in map(int, asked.tiles.split(",")):
+            plain = make(asked.recipe, flags, Path(parent) / f"plain{tiles}") if tiles == 1 else None
+            size = (plain or runs["plain, 1 tile(s)"]).setup.batching.global_batch
+            cut = [*flags, "--batch_size", str(-(-size // tiles)), "--global_batch_size", str(size)]
+            runs[f"plain, {tiles} tile(s)"] = plain or make(asked.recipe, cut, Path(parent) / f"plain{tiles}")
+            runs[f"exact, {tiles} tile(s)"] = make(asked.recipe, [*cut, "--exact"], Path(parent) / f"exact{tiles}")
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(asked.rounds + 1):
+            for name, run in runs.items():
+                times[name].append(seconds(run, asked.steps))
+        medians = {name: statistics.median(found[1:]) for name, found in times.items()}
+        for name in [n for n in runs if n.startswith("exact")]:
+            ratio = medians[name] / medians[name.replace("exact", "plain")] - 1
+            print(
+                f"{asked.recipe}, {name}: {1000 * medians[name]:.2f} ms per step, {100 * ratio:+.1f} % of the plain one"
+            )
+        print(json.dumps({"device": str(run.world.device), "seconds": medians}))
+        runs.clear()
+        del run
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

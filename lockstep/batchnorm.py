@@ -1,0 +1,171 @@
+"""BatchNorm where a global batch is cut into pieces: statistics of all ranks together, or of each tile."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .activity import Activity
+from .distributed import World
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks whose gradient is a sum over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, activity: Activity) -> Tensor:
+        ctx.activity, tensor = activity, tensor.clone(memory_format=torch.contiguous_format)
+        with activity.waiting():
+            dist.all_reduce(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grads[0], ctx.activity), None
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm with the statistics of all ranks' samples together, on any backend, whatever each rank holds.
+
+    torch's own has no CPU kernel. Mean and variance take one small all-reduce each, and so do their gradients.
+    """
+
+    def __init__(self, *arguments: Any, activity: Activity | None = None):
+        super().__init__(*arguments)
+        self.activity = activity or Activity()
+        """Where the time spent waiting for other ranks is counted."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        _check_input_dim(input)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._local(input)
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        channel = [1, -1] + [1] * (x.dim() - 2)
+        others = [d for d in range(x.dim()) if d != 1]
+        count = torch.full((1,), x.numel() / x.shape[1], dtype=x.dtype, device=x.device)
+        sums = _Sum.apply(torch.cat([x.sum(others), count]), self.activity)
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = x - mean.view(channel)
+        variance = _Sum.apply(centred.square().sum(others), self.activity) / count
+        self._track(mean.detach(), variance.detach(), count)
+        y = centred * (variance + self.eps).rsqrt().view(channel)
+        if self.affine:
+            y = y * self.weight.view(channel) + self.bias.view(channel)
+        return y.to(input.dtype)
+
+    def _local(self, input: Tensor) -> Tensor:
+        by_batch = self.training or self.running_mean is None
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked or 1)
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, by_batch, momentum, self.eps
+        )
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        rate = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
+        unbiased = variance * count / (count - 1).clamp(min=1)
+        self.running_mean += rate * (mean - self.running_mean)
+        self.running_var += rate * (unbiased - self.running_var)
+
+
+class TileBatchNorm(_BatchNorm):
+    """BatchNorm with the statistics of one tile; `TileStatistics` brings those of all tiles into the running ones."""
+
+    tile_mean: Tensor
+    tile_var: Tensor
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.register_buffer("tile_mean", torch.zeros(self.num_features), persistent=False)
+        self.register_buffer("tile_var", torch.zeros(self.num_features), persistent=False)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        _check_input_dim(input)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if self.training or self.running_mean is None:
+            mean, var, momentum = self.tile_mean, self.tile_var, 1.0
+            return F.batch_norm(input, mean, var, self.weight, self.bias, True, momentum, self.eps)
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+class TileStatistics:
+    """The running statistics of every TileBatchNorm: they take the tiles in the order of the stream."""
+
+    def __init__(self, model: nn.Module, tiles: int, world: World):
+        self.world = world
+        self.layers = [m for m in model.modules() if isinstance(m, TileBatchNorm) and m.track_running_stats]
+        self.table = torch.zeros(tiles, 2 * sum(m.num_features for m in self.layers), device=world.device)
+        """A row for each tile: the means, then the variances, of all layers. A rank fills the rows of its tiles."""
+
+    def start_step(self) -> None:
+        self.table.zero_()
+
+    def record(self, tile: int) -> None:
+        """Keep what the layers have seen in the tile that was just run."""
+        if self.layers:
+            seen = [m.tile_mean for m in self.layers] + [m.tile_var for m in self.layers]
+            torch.cat(seen, out=self.table[tile])
+            torch._foreach_zero_(seen)  # a NaN would stay: a layer multiplies the old value by 0
+
+    @torch.no_grad()
+    def finish_step(self, skipped: Tensor) -> None:
+        """Update the running statistics, unless the step was skipped."""
+        if not self.layers:
+            return
+        self.world.sum(self.table)  # exact: the rows of other ranks' tiles are zeros
+        running: list[Tensor] = [m.get_buffer(name) for name in ("running_mean", "running_var") for m in self.layers]
+        old = new = torch.cat(running)
+        for tile, row in enumerate(self.table):
+            new = torch.lerp(new, row, self._rates(tile))
+        new = torch.where(skipped, old, new)
+        torch._foreach_copy_(running, list(new.split([len(r) for r in running])))
+        counters = [m.get_buffer("num_batches_tracked") for m in self.layers]
+        torch._foreach_add_(counters, torch.where(skipped, 0, len(self.table)))
+
+    def _rates(self, tile: int) -> Tensor:
+        """Return how far each running value moves towards that of a tile."""
+        rates = [
+            m.tile_mean.new_full((m.num_features,), m.momentum)
+            if m.momentum is not None
+            else (1.0 / (m.get_buffer("num_batches_tracked") + tile + 1)).to(m.tile_mean).expand(m.num_features)
+            for m in self.layers
+        ]
+        return torch.cat([*rates, *rates])
+
+
+def _check_input_dim(input: Tensor) -> None:
+    if input.dim() < 2:
+        raise ValueError(f"BatchNorm takes (samples, channels, ...), not {input.dim()} dimension(s)")
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(m, _BatchNorm) for m in model.modules())
+
+
+def replace_batch_norm(model: nn.Module, new: Callable[..., _BatchNorm]) -> None:
+    """Replace each BatchNorm of the model by `new(features, eps, momentum, affine, tracked)`; names and weights stay."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, _BatchNorm):
+            tracked = child.track_running_stats
+            other = new(child.num_features, child.eps, child.momentum, child.affine, tracked)
+            other._parameters, other.training = child._parameters, child.training
+            other._buffers |= child._buffers
+            setattr(model, name, other)
+        else:
+            replace_batch_norm(child, new)

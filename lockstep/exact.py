@@ -1,0 +1,248 @@
+"""Sums of gradients without an order: the same bits on any number of ranks.
+
+The global batch is cut into tiles, and each tile's gradient is rounded onto a grid: multiples of a power of two, one
+for each tensor. Whole multiples are added up as int32. Integer addition has no rounding, so it makes no difference
+which rank has which tile, nor in what order an all-reduce adds.
+
+The grid of a step follows from the largest tile gradient of the steps before, with room to grow 16-fold. A gradient
+that does not fit is seen by all ranks alike, and the step is done again on a coarser grid.
+
+    sums.start_step()
+    sums.add(gradients, last)           after the backward pass of each tile; the last one's memory then holds int32
+    sums.finish_step()                  makes floats of the integers, which have been summed over the ranks
+    sums.overflowed()                   waits until the device has come here; True: do the step again
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .distributed import World
+
+HEADROOM = 4
+"""Bits by which a gradient may grow from one step to the next."""
+FALL = 8
+"""Bits by which the grid gets finer from one step to the next, at most: the next gradient may be large again."""
+DEPTH = 30
+"""The finest grid is this many bits below that of the tensor with the largest gradient."""
+INF = 0x7F800000
+"""The bits of a float32 infinity; those of NaN are above, those of finite numbers below."""
+_NEVER = -(1 << 20)
+"""The exponent of a tensor that has had no gradient."""
+Numbered = list[tuple[int, Tensor]]
+"""Gradients, each with the number of its parameter."""
+
+
+@contextmanager
+def kernel_settings(exact: bool, device: torch.device, compiled: bool) -> Iterator[None]:
+    """Choose the kernels of a run for the duration of the block; outside it torch's settings are as they were."""
+    if not exact:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_num_threads()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    use_deterministic_kernels(device, compiled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+        torch.set_num_threads(before[2])
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        if compiled:
+            _compiler_settings(False)
+
+
+def use_deterministic_kernels(device: torch.device, compiled: bool) -> None:
+    """Choose kernels by shape alone, never by time, and only those that give the same bits each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # sums of a kernel are cut by the number of threads
+    if compiled:
+        _compiler_settings(True)
+
+
+def _compiler_settings(exact: bool) -> None:
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    inductor.deterministic = exact
+    dynamo.optimize_ddp = not exact  # it cuts the graph where there are several ranks, and only there
+    # Every shape has a graph of its own. Past the limit new shapes would not be compiled: which, depends on the rank.
+    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = (64, True) if exact else (8, False)
+
+
+@dataclass
+class Exactness:
+    """Whether a run is exact: the tile it began with, what it runs on, and what has broken it so far."""
+
+    tiles: int
+    environment: dict[str, str]
+    breaks: list[str] = field(default_factory=list)
+    """From each of these on, the bits are no longer those of a run without it."""
+
+    def cut_tiles(self, tiles: int, step: int) -> None:
+        """Record that memory did not suffice for a tile at `step`, and into how many the batch is cut from there on."""
+        self.breaks.append(f"step {step}: {self.tiles} tiles became {tiles} for want of memory")
+        self.tiles = tiles
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a run that was exact; another environment than it began with is a break."""
+        self.breaks = list(state["breaks"])
+        for name, before in state["environment"].items():
+            now = self.environment.get(name)
+            if now != before:
+                self.breaks.append(f"{name} was {before} when the run began, and is {now}")
+
+
+def environment(world: World) -> dict[str, str]:
+    """Return what the bits of a kernel depend on besides its input."""
+    found = {"torch": str(torch.__version__)}
+    if world.device.type == "cuda":
+        found |= {"GPU": torch.cuda.get_device_name(world.device), "CUDA": str(torch.version.cuda)}
+        return found | {"cuDNN": str(torch.backends.cudnn.version())}
+    return found | {"CPU": torch.backends.cpu.get_cpu_capability()}
+
+
+class ExactSums:
+    """The sums of the gradients of one step, and the grid they are rounded onto."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], world: World):
+        self.parameters, self.world = list(parameters), world
+        self.number: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self.parameters)}
+        self.bits = 30
+        """A tile's value on the grid is below 2^bits, so that the sum over all tiles is below 2^31."""
+        count, device = len(self.parameters), world.device
+        self.exponents = torch.zeros(count, dtype=torch.int32, device=device)
+        """Of each tensor: its gradients were below 2^exponent."""
+        self.known = False
+        """Whether there is a grid: from a first pass, or from a checkpoint."""
+        self.largest = torch.zeros(count, dtype=torch.int32, device=device)
+        """Of each tensor, the largest absolute value in a tile's gradient of this step, as the bits of a float32."""
+        self._integers: dict[int, Tensor] = {}
+        """What tiles before the last have added up, by number of the parameter."""
+        self._add, self._to_floats = _kernels(device)
+        self.start_step()
+
+    def set_tiles(self, tiles: int) -> None:
+        self.bits = 31 - (tiles - 1).bit_length()
+
+    def start_step(self) -> None:
+        self.largest.zero_()
+        self._integers = {}
+        self._exponents_in_use = self._grid()
+        self._scales = _power_of_two(self.bits - HEADROOM - self._exponents_in_use)
+
+    def add(self, gradients: Numbered, last: bool) -> None:
+        """Add one tile's gradients. With the last tile's, the sum is written as int32 into their own memory."""
+        totals = [
+            gradient.view(torch.int32) if last else self._integers.get(i, torch.empty_like(gradient, dtype=torch.int32))
+            for i, gradient in gradients
+        ]
+        self._add(gradients, [self._integers.get(i) for i, _ in gradients], totals, self._scales, self.largest)
+        if not last:
+            self._integers |= {i: total for (i, _), total in zip(gradients, totals, strict=True)}
+
+    def add_local(self, last: bool) -> None:
+        """Add the gradients that a backward pass has left in the parameters of this rank."""
+        self.add(self._gradients(), last)
+        for i, parameter in enumerate(self.parameters):
+            if not last:
+                parameter.grad = None
+            elif parameter.grad is None and i in self._integers:  # the last tile did not use it, another one did
+                parameter.grad = self._integers[i].view(torch.float32)
+
+    def finish_step(self) -> None:
+        """Turn the integers in the parameters' gradients into floats, and make the next grid."""
+        if self.world.size > 1:
+            dist.all_reduce(self.largest, dist.ReduceOp.MAX)
+        finite, limit = (self.largest < INF).all(), 0.99 * 2.0**self.bits
+        units = _power_of_two(self._exponents_in_use + HEADROOM - self.bits)
+        self._to_floats(self._gradients(), torch.where(finite, units, torch.nan))
+        first = (self.exponents < _NEVER // 2) & (self.largest > 0)  # a guess was the grid of these
+        self.overflow = finite & (first | (self.largest.view(torch.float32) * self._scales >= limit)).any()
+        """On the device: all gradients are finite, but some do not fit the grid. All ranks see the same."""
+        self._follow()
+        self._overflow_on_host = self.overflow.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if self.world.device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def overflowed(self) -> bool:
+        """Return whether the last step is to be done again; waits until the device has come to its end."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self._overflow_on_host)
+
+    def set_grid(self) -> None:
+        """Make the first grid from what has been added since `start_step`; nothing of it is kept otherwise."""
+        if self.world.size > 1:
+            dist.all_reduce(self.largest, dist.ReduceOp.MAX)
+        self.exponents.fill_(_NEVER)
+        self._follow()
+        self.known = True
+
+    def _follow(self) -> None:
+        """Move the grid after the largest gradients: up at once, down by up to FALL bits per step."""
+        seen = torch.where(self.largest > 0, torch.frexp(self.largest.view(torch.float32)).exponent, _NEVER)
+        wanted = torch.where(seen > _NEVER, torch.maximum(seen, self.exponents - FALL), self.exponents)
+        self.exponents = torch.where((self.largest < INF).all(), wanted, self.exponents).to(torch.int32)
+
+    def _grid(self) -> Tensor:
+        """Return the exponents in use: a tensor without a gradient so far may get one as large as any other's."""
+        top = self.exponents.max()
+        known = torch.where(self.exponents > _NEVER // 2, self.exponents, top)
+        return torch.maximum(known, top - DEPTH).clamp(-90, 127)
+
+    def _gradients(self) -> Numbered:
+        return [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"exponents": self.exponents}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.exponents.copy_(state["exponents"])
+        self.known = True
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent as float32, exactly."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def _kernels(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
+    if device.type == "cuda":
+        from .exact_cuda import add_tile, to_floats
+
+        return add_tile, to_floats
+    return _add_tile, _to_floats
+
+
+def _add_tile(
+    gradients: Numbered, before: list[Tensor | None], totals: list[Tensor], scales: Tensor, largest: Tensor
+) -> None:
+    """Write before + round(gradient × scale) into each total, and raise `largest` to the largest gradient."""
+    for (i, gradient), old, total in zip(gradients, before, totals, strict=True):
+        if gradient.numel():
+            size = gradient.abs().max().view(torch.int32) & 0x7FFFFFFF  # a NaN may have a sign
+            largest[i] = torch.maximum(largest[i], size)
+            rounded = (gradient * scales[i]).round_().to(torch.int32)
+            total.copy_(rounded if old is None else rounded.add_(old))
+
+
+def _to_floats(gradients: Numbered, units: Tensor) -> None:
+    """Multiply the integers in the gradients' memory by the units of the grid."""
+    for i, gradient in gradients:
+        gradient.copy_(gradient.view(torch.int32) * units[i])

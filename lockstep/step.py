@@ -1,0 +1,205 @@
+"""One training step on this rank: `TrainStep.run` is the whole of it, from a global batch to new weights.
+
+In an exact run the host learns a step late whether the gradients fitted their grid, so that no step waits for the
+device. A step counts (in averages, logged values and the ledger) once that is known; `confirm` makes sure of it.
+"""
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import loader
+from .batching import MicroBatch
+from .loss import ExactLossSums, LossSums, Objective
+from .outcome import OutOfMemory
+from .parallel import Replica, Tiles
+from .rng import seed_global_generator
+from .setup import Setup
+from .state import TrainState
+from .stream import Slice, Stream
+
+OUT_OF_MEMORY = 1000
+"""A stop request more urgent than any signal's number."""
+
+
+class Finished(NamedTuple):
+    """A micro-batch that has been through the model, and its loss."""
+
+    samples: Slice
+    total: Tensor
+    weight: float | Tensor
+    logs: dict[str, Tensor]
+
+
+class TrainStep:
+    """The step, and what it runs on: stream, loader, replica."""
+
+    def __init__(self, setup: Setup, state: TrainState, on_gradients: Callable[[], None], say: Callable[[str], None]):
+        self.setup, self.state, self.on_gradients, self.say = setup, state, on_gradients, say
+        self.world, self.precision, self.seed = setup.world, setup.precision, setup.config.data.seed
+        batching = setup.batching
+        costs = setup.recipe.sample_costs(setup.data)
+        self.stream = Stream(batching.dataset, batching.global_batch, self.seed, costs)
+        self.normalizer = setup.normalizer()
+        self.loss_sums = ExactLossSums() if setup.in_tiles else LossSums()
+        self.samples_used: list[Slice] = []
+        """Since the last check of the ledger."""
+        self._unconfirmed: tuple[int, list[MicroBatch], list[Finished]] | None = None
+        """Of an exact run: the last step, until it is known that its gradients fitted the grid."""
+        self.build()
+
+    def build(self) -> None:
+        """Build what depends on the size of the micro-batch."""
+        setup, sums = self.setup, self.state.sums
+        objective = Objective(setup.recipe.loss, self.state.model, self.seed)
+        self.tiles = Tiles(self.state.model, sums, setup.batching.tiles or 1, self.world) if sums else None
+        self.replica = Replica(objective, self.world, static_graph=not setup.compiled, tiles=self.tiles)
+        self.replica.buckets.on_ready = self.on_gradients
+        if self.world.size > 1:
+            self._warm_up_ddp()
+        if setup.compiled:
+            self.replica.compile(exact=setup.config.hardware.exact)
+        self.loader = loader.Loader(
+            setup.recipe, setup.data, self.stream, self.world, setup.batching, self.state.progress.step,
+            setup.config.data.num_workers, self.precision.dtype,
+        )  # fmt: skip
+
+    def _warm_up_ddp(self) -> None:
+        samples = self.stream.batch(self.state.progress.step, self.world.rank, self.world.size)
+        samples = Slice(samples.epoch[:2], samples.index[:2])
+        (micro,) = loader.Fetch(self.setup.recipe, self.setup.data, self.seed).__getitems__((samples, 0, True))
+        if micro.error:
+            raise ValueError(micro.error)
+        micro = loader.to_device(micro, self.world.device, self.precision.dtype)
+        _, per_sample = self.normalizer.count_terms([micro])
+        self.replica.warm_up(micro, per_sample, self.precision.autocast)
+        self._discard_gradients()
+
+    def run(self, stop_request: int = 0) -> int:
+        """Make one optimizer update from one global batch; return the stop request that all ranks agree on."""
+        step, batches = self.state.progress.step, self._next_batches()
+        if self.tiles is not None and not self.tiles.sums.known:
+            finished = self._measure_then_accumulate(step, batches, self.tiles)
+        else:
+            finished = self._accumulate_gradients(step, batches)
+        agreed = self.world.all_reduce_max(OUT_OF_MEMORY if finished is None else stop_request)
+        if finished is None or agreed == OUT_OF_MEMORY:
+            finished = None  # frees its memory
+            return self._redo_with_smaller_micro_batches(stop_request)
+        if self.confirm():  # the step before was done again: these are the gradients of weights that were replaced
+            finished = self._accumulate_again(step, batches)
+        self._update_weights(step)
+        if self.tiles is None:
+            self._count(step, finished)
+        else:
+            self._unconfirmed = step, list(batches), finished
+        return agreed
+
+    def _accumulate_gradients(
+        self, step: int, batches: Iterable[MicroBatch], sync: bool = True
+    ) -> list[Finished] | None:
+        """Run forward and backward of all micro-batches of a step; None if this rank is out of memory."""
+        finished = list[Finished]()
+        self.replica.start_step()
+        try:
+            micro_batches, per_sample = self.normalizer.count_terms(batches)
+            for micro in micro_batches:
+                if not len(micro.indices):
+                    continue  # more micro-batches than samples on this rank; never the last one
+                seed_global_generator(self.seed, step, micro.number)
+                with nullcontext() if micro.last and sync else self.replica.no_sync():
+                    with self.precision.autocast:
+                        total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices, per_sample)
+                    scale = self.precision.scaler.scale if self.precision.scaler else 1.0
+                    loss = self.normalizer.scale(total, weight, micro.number, len(micro.indices), scale)
+                    self.replica.backward(loss, micro, sync)
+                finished.append(Finished(micro.samples, total.detach(), weight, logs))
+        except torch.OutOfMemoryError:
+            if self.setup.sync_bn:
+                raise  # other ranks wait in the middle of a forward pass: no agreement is possible there
+            self.replica.buckets.release()
+            return None
+        return finished
+
+    def _next_batches(self) -> Iterable[MicroBatch]:
+        batches = self.loader.step()
+        return batches if self.tiles is None else list(batches)  # an exact step may have to be done again
+
+    def _measure_then_accumulate(self, step: int, batches: Iterable[MicroBatch], tiles: Tiles) -> list[Finished] | None:
+        """Do the same in the first step of an exact run: a pass that shows how large gradients are comes before."""
+        measured = self._accumulate_gradients(step, batches, sync=False)
+        if self.world.all_reduce_max(int(measured is None)):
+            return None
+        tiles.sums.set_grid()
+        self._discard_gradients()
+        return self._accumulate_gradients(step, batches)
+
+    def _accumulate_again(self, step: int, batches: Iterable[MicroBatch]) -> list[Finished]:
+        self._discard_gradients()
+        finished = self._accumulate_gradients(step, batches)
+        if finished is None:
+            raise OutOfMemory(f"there is not enough memory to repeat step {step + 1}; use a smaller --batch_size")
+        return finished
+
+    def _update_weights(self, step: int) -> None:
+        overflow = self.tiles.finish_gradients() if self.tiles else None
+        skipped = self.state.update.step(step, self.normalizer.gradient_factor(), overflow)
+        if self.tiles:
+            self.tiles.finish_statistics(skipped)
+
+    def _count(self, step: int, finished: list[Finished]) -> None:
+        """Take a step into averages, logged values and the ledger."""
+        for ema in self.state.emas:
+            ema.update(step)
+        for samples, total, weight, logs in finished:
+            self.samples_used.append(samples)
+            self.loss_sums.add(total, weight, logs)
+
+    def confirm(self) -> bool:
+        """Wait until the last step of an exact run is known to have fitted its grid, or do it again on a coarser one.
+
+        Return whether it was done again. All ranks see the same. In other runs every step counts at once.
+        """
+        if self._unconfirmed is None or self.tiles is None:
+            return False
+        (step, batches, finished), self._unconfirmed = self._unconfirmed, None
+        again = False
+        while self.tiles.sums.overflowed():
+            again = True
+            finished = self._accumulate_again(step, batches)
+            self._update_weights(step)
+        self._count(step, finished)
+        return again
+
+    def _redo_with_smaller_micro_batches(self, stop_request: int) -> int:
+        """Halve the micro-batch on all ranks, because one was out of memory; the global batch stays."""
+        old, step = self.setup.batching, self.state.progress.step + 1
+        if old.micro_batch == 1:
+            raise OutOfMemory("there is not enough memory for a single sample; use a smaller model or input")
+        self.confirm()
+        new = self.setup.batching = old.halved()
+        self.say(
+            f"out of memory at step {step}: micro-batch {old.micro_batch} -> {new.micro_batch}, "
+            f"accumulation {old.accumulation} -> {new.accumulation}; the global batch stays {old.global_batch}"
+        )
+        if self.state.exactness is not None:
+            self.state.exactness.cut_tiles(new.tiles or 1, step)
+        self._discard_gradients()
+        del self.replica, self.loader
+        gc.collect()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.build()
+        return self.run(stop_request)
+
+    def _discard_gradients(self) -> None:
+        self.state.update.optimizer.zero_grad(set_to_none=True)
+        self.normalizer.reset()
+
+    def close(self) -> None:
+        """Free the wrapped model and the loader's processes."""
+        del self.replica, self.loader

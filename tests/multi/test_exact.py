@@ -1,0 +1,115 @@
+"""Exact runs: the same bits on any number of ranks."""
+
+from pathlib import Path
+
+import pytest
+from engine import lines, trainer
+from torch import Tensor
+
+from lockstep.distributed import World
+
+TILED = ["--exact", "--batch_size", "4", "--global_batch_size", "28", "--log_every", "1", "--ema_decay", "0.9"]
+"""Seven tiles: on two, three and four ranks some have more than others."""
+
+
+def exact_state(world: World, recipe: str, flags: list[str]) -> dict[str, Tensor]:
+    """All tensors of the last state of a run: weights, averages, optimizer, grid."""
+    run = trainer(world, recipe, flags)
+    run.fit()
+    tensors, _ = run.state.capture()
+    return {f"{part}/{name}": tensor.clone() for part, found in tensors.items() for name, tensor in found.items()}
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if a[name].numpy().tobytes() != b[name].numpy().tobytes()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in lines(folder) if "loss" in line]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["Tiny", "Labelled", "Terms", "WithBatchNorm", "WithDropout", "Uneven"])
+def test_any_number_of_ranks_gives_the_same_bits(ranks, tmp_path: Path, recipe: str, precision: str) -> None:
+    flags = [*TILED, "--precision", precision, "--n_steps", "12", "--clip_grad", "1"]
+    alone = exact_state(World(), recipe, [*flags, "--out", str(tmp_path / "1")])
+    assert any(name.startswith("ema") for name in alone) and any("exp_avg" in name for name in alone)
+    for world in (2, 3, 4):
+        states = ranks(world)(exact_state, recipe, [*flags, "--out", str(tmp_path / str(world))])
+        assert [differing(alone, state) for state in states] == [[]] * world
+        assert losses(tmp_path / str(world)) == losses(tmp_path / "1")
+
+
+def in_turn(worlds: tuple[int, ...], ranks, recipe: str, flags: list[str], out: Path, steps: int) -> list[Tensor]:
+    """The state of a run that is stopped every few steps and goes on with another number of ranks."""
+    for number, world in enumerate(worlds, 1):
+        words = [*flags, "--out", str(out), "--n_steps", str(steps * number // len(worlds)), "--resume", "auto"]
+        states = [exact_state(World(), recipe, words)] if world == 1 else ranks(world)(exact_state, recipe, words)
+    return states[0]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(ranks, tmp_path: Path) -> None:
+    flags = [*TILED, "--schedule", "constant"]
+    whole = exact_state(World(), "WithDropout", [*flags, "--n_steps", "12", "--out", str(tmp_path / "whole")])
+    parts = in_turn((2, 1, 3, 2), ranks, "WithDropout", flags, tmp_path / "parts", 12)
+    assert differing(whole, parts) == []
+
+
+@pytest.mark.parametrize("recipe", ["Labelled", "WithBatchNorm"])
+def test_fp16_with_its_scaler(ranks, tmp_path: Path, recipe: str) -> None:
+    flags = [*TILED, "--precision", "fp16", "--n_steps", "12"]
+    alone = exact_state(World(), recipe, [*flags, "--out", str(tmp_path / "1")])
+    for state in ranks(3)(exact_state, recipe, [*flags, "--out", str(tmp_path / "3")]):
+        assert differing(alone, state) == []
+
+
+def with_spike(world: World, flags: list[str], spike: float) -> tuple[dict[str, Tensor], int]:
+    """The state of a run whose loss is `spike` times as large in step 6, and how often a step was done again."""
+    run = trainer(world, "Tiny", flags)
+    forward, redone = run.step.replica.forward, 0
+    confirm = run.step.confirm
+
+    def spiked(batch, epochs, indices, per_sample):
+        total, weight, logs = forward(batch, epochs, indices, per_sample)
+        return total * (spike if run.progress.step == 5 else 1.0), weight, logs
+
+    def counted() -> bool:
+        nonlocal redone
+        again = confirm()
+        redone += again
+        return again
+
+    run.step.replica.forward, run.step.confirm = spiked, counted
+    run.fit()
+    tensors, _ = run.state.capture()
+    return {f"{part}/{name}": t.clone() for part, found in tensors.items() for name, t in found.items()}, redone
+
+
+@pytest.mark.parametrize(("spike", "times"), [(1.0, 0), (4.0, 0), (1e6, 1)])
+def test_a_gradient_that_does_not_fit_the_grid_is_computed_again(
+    ranks, tmp_path: Path, spike: float, times: int
+) -> None:
+    flags = [*TILED, "--n_steps", "10"]
+    alone, redone = with_spike(World(), [*flags, "--log_every", "1", "--out", str(tmp_path / "1")], spike)
+    assert redone == times
+    seldom = [*flags, "--log_every", "100", "--out", str(tmp_path / "seldom")]  # found one step later
+    assert differing(alone, with_spike(World(), seldom, spike)[0]) == []
+    for state, again in ranks(3)(with_spike, [*flags, "--out", str(tmp_path / "3")], spike):
+        assert again == times and differing(alone, state) == []
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_alike(ranks, tmp_path: Path) -> None:
+    flags = [*TILED, "--n_steps", "10"]
+    alone, redone = with_spike(World(), [*flags, "--out", str(tmp_path / "1")], float("nan"))
+    assert redone == 0 and all(t.isfinite().all() for t in alone.values() if t.is_floating_point())
+    assert [line["skipped_steps"] for line in lines(tmp_path / "1") if "skipped_steps" in line][-1] == 1
+    for state, _ in ranks(2)(with_spike, [*flags, "--out", str(tmp_path / "2")], float("nan")):
+        assert differing(alone, state) == []
+
+
+def test_more_ranks_than_tiles_is_refused(ranks, tmp_path: Path) -> None:
+    flags = ["--exact", "--batch_size", "8", "--global_batch_size", "16", "--n_steps", "2", "--out", str(tmp_path)]
+    exact_state(World(), "Tiny", flags)
+    with pytest.raises(AssertionError, match="too few for 3 ranks: start up to 2"):
+        ranks(3)(exact_state, "Tiny", [*flags, "--n_steps", "4", "--resume", "auto"])
