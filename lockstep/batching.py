@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .config import Data
-from .stream import Slice, Stream
+from .stream import Slice
 
 
 class MicroBatch(NamedTuple):
@@ -80,12 +80,6 @@ class Batching:
         if self.tiles:
             return range(self.tiles * rank // self.world, self.tiles * (rank + 1) // self.world)
         return range(rank * self.accumulation, (rank + 1) * self.accumulation)
-
-    def slices(self, stream: Stream, step: int, rank: int) -> list[Slice]:
-        """Return the samples of a rank's micro-batches; the last has some: with it gradients are synchronised."""
-        if self.tiles:
-            return [stream.batch(step, tile, self.tiles) for tile in self.own(rank)]
-        return stream.micro_batches(step, rank, self.world, self.accumulation)
 
     def halved(self) -> "Batching":
         """Return the same global batch cut into micro-batches of half the size."""

@@ -159,7 +159,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def replace_batch_norm(model: nn.Module, new: Callable[..., _BatchNorm]) -> None:
-    """Replace each BatchNorm of the model by `new(features, eps, momentum, affine, tracked)`; names and weights stay."""
+    """Replace each BatchNorm by `new(features, eps, momentum, affine, tracked)`; names and weights stay."""
     for name, child in list(model.named_children()):
         if isinstance(child, _BatchNorm):
             tracked = child.track_running_stats

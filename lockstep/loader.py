@@ -66,12 +66,14 @@ class Loader:
         dtype: torch.dtype,
     ):
         workers = default_workers(world.device) if workers is None else workers
+        own = batching.own(world.rank)
         steps = (
-            zip(batching.slices(stream, step, world.rank), batching.own(world.rank), strict=True)
+            stream.tiles(step, own, batching.tiles)
+            if batching.tiles
+            else stream.micro_batches(step, world.rank, world.size, batching.accumulation)
             for step in itertools.count(first_step)
         )
-        last = batching.own(world.rank)[-1]
-        requests = ((samples, number, number == last) for step in steps for samples, number in step)
+        requests = ((samples, n, n == own[-1]) for step in steps for n, samples in zip(own, step, strict=True))
         self._batches = iter(
             DataLoader(
                 Fetch(recipe, dataset, stream.seed),  # type: ignore[arg-type]

@@ -8,12 +8,12 @@ batch, and this file is the only place that does. In one step, in this order:
     total, weight, logs = objective(batch, epoch, index, per_sample)      forward pass of each micro-batch
     normalizer.scale(total, weight, number, samples).backward()           times what is known before the last one
     normalizer.gradient_factor()                                          what the summed gradients still need
-    loss_sums.add(total, weight, logs); loss_sums.means(world)            the values that are logged
+    loss_sums.add(finished); loss_sums.means(world)                       the values that are logged
 """
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .batching import Batching, MicroBatch
 from .distributed import World
 from .rng import Rng
+from .stream import Slice
 
 Sums = dict[str, Tensor | float]
 """What an evaluation adds up over a data set, by name."""
@@ -157,15 +158,25 @@ class Normalizer:
         self._weights = {}
 
 
+class Finished(NamedTuple):
+    """A micro-batch that has been through the model, and its loss."""
+
+    samples: Slice
+    total: Tensor
+    weight: float | Tensor
+    logs: dict[str, Tensor]
+
+
 class LossSums:
     """Sums of losses and weights since the last log, kept on the device."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Any] = {}
 
-    def add(self, total: Tensor, weight: float | Tensor, logs: dict[str, Tensor]) -> None:
-        for name, value in {"loss": total, "weight": weight, **logs}.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+    def add(self, finished: list[Finished]) -> None:
+        for _, total, weight, logs in finished:
+            for name, value in {"loss": total, "weight": weight, **logs}.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
 
     def means(self, world: World) -> dict[str, float]:
         """Return each sum over all ranks divided by the weight; this waits for the device."""
@@ -181,10 +192,11 @@ class ExactLossSums(LossSums):
         self.names: list[str] = []
         self.rows: list[Tensor] = []
 
-    def add(self, total: Tensor, weight: float | Tensor, logs: dict[str, Tensor]) -> None:
-        values = {"loss": total, "weight": weight, **logs}
-        self.names = list(values)
-        self.rows.append(torch.stack([torch.as_tensor(v, device=total.device).double() for v in values.values()]))
+    def add(self, finished: list[Finished]) -> None:
+        for _, total, weight, logs in finished:
+            values = {"loss": total, "weight": weight, **logs}
+            self.names = list(values)
+            self.rows.append(torch.stack([torch.as_tensor(v, device=total.device).double() for v in values.values()]))
 
     def means(self, world: World) -> dict[str, float]:
         rows, self.rows = torch.stack(self.rows).tolist(), []

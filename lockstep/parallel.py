@@ -64,7 +64,7 @@ class Tiles:
     """What an exact run collects tile by tile: sums of gradients, and statistics of BatchNorm."""
 
     def __init__(self, model: nn.Module, sums: ExactSums, count: int, world: World):
-        self.sums, self.statistics = sums, TileStatistics(model, count, world)
+        self.sums, self.statistics, self.world = sums, TileStatistics(model, count, world), world
         sums.set_tiles(count)
 
     def start_step(self) -> None:
@@ -79,10 +79,10 @@ class Tiles:
     def finish_statistics(self, skipped: Tensor) -> None:
         self.statistics.finish_step(skipped)
 
-    def finish_tile(self, number: int, last: bool, summed: bool) -> None:
-        """Take the gradients that a backward pass has made; `summed`: DDP's hook has added those of the last tile."""
+    def finish_tile(self, number: int, last: bool) -> None:
+        """Take the gradients that a backward pass has made; DDP's hook has added those of the last tile."""
         self.statistics.record(number)
-        if not (last and summed):
+        if not last or self.world.size == 1:
             self.sums.add_local(last)
 
 
@@ -96,8 +96,7 @@ class Replica:
     """
 
     def __init__(self, objective: Objective, world: World, static_graph: bool, tiles: Tiles | None = None):
-        self.objective, self.world, self.tiles = objective, world, tiles
-        self.model = objective.model
+        self.objective, self.model, self.world = objective, objective.model, world
         self.forward: Callable[..., Any] = objective
         """Call this, never the objective itself: gradients are synchronised on the way back."""
         self.no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -117,17 +116,6 @@ class Replica:
             self.objective.compile(dynamic=False)  # a graph for any shape could replace that of one shape
         else:
             self.forward = torch.compile(self.forward)
-
-    def start_step(self) -> None:
-        self.buckets.issued = 0
-        if self.tiles:
-            self.tiles.start_step()
-
-    def backward(self, loss: Tensor, micro: MicroBatch, sync: bool = True) -> None:
-        """Make the backward pass of a micro-batch; within `no_sync` unless it is this rank's last."""
-        loss.backward()
-        if self.tiles:
-            self.tiles.finish_tile(micro.number, last=micro.last and sync, summed=self.world.size > 1)
 
     def _wrap(self, objective: Objective, world: World, static_graph: bool) -> DistributedDataParallel:
         own_statistics = any(

@@ -31,11 +31,6 @@ def _hash_name(name: str) -> int:
 _hash_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def seed_global_generator(seed: int, step: int, number: int) -> None:
-    """Seed what dropout draws from, for one micro-batch of one step: it does not depend on the rank."""
-    torch.manual_seed(mix_words(seed, step, number) >> 1)
-
-
 class Rng:
     """Random draws for a batch: one key per sample, one name per draw. The same name gives the same numbers."""
 

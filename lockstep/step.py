@@ -7,32 +7,20 @@ device. A step counts (in averages, logged values and the ledger) once that is k
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from . import loader
 from .batching import MicroBatch
-from .loss import ExactLossSums, LossSums, Objective
+from .loss import ExactLossSums, Finished, LossSums, Objective
 from .outcome import OutOfMemory
 from .parallel import Replica, Tiles
-from .rng import seed_global_generator
 from .setup import Setup
 from .state import TrainState
 from .stream import Slice, Stream
 
 OUT_OF_MEMORY = 1000
 """A stop request more urgent than any signal's number."""
-
-
-class Finished(NamedTuple):
-    """A micro-batch that has been through the model, and its loss."""
-
-    samples: Slice
-    total: Tensor
-    weight: float | Tensor
-    logs: dict[str, Tensor]
 
 
 class TrainStep:
@@ -81,42 +69,43 @@ class TrainStep:
 
     def run(self, stop_request: int = 0) -> int:
         """Make one optimizer update from one global batch; return the stop request that all ranks agree on."""
-        step, batches = self.state.progress.step, self._next_batches()
-        if self.tiles is not None and not self.tiles.sums.known:
-            finished = self._measure_then_accumulate(step, batches, self.tiles)
-        else:
-            finished = self._accumulate_gradients(step, batches)
+        step, batches = self.state.progress.step, self.loader.step()
+        if self.tiles is not None:
+            return self._run_exactly(step, list(batches), stop_request, self.tiles)
+        finished = self._accumulate_gradients(step, batches)
         agreed = self.world.all_reduce_max(OUT_OF_MEMORY if finished is None else stop_request)
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None  # frees its memory
             return self._redo_with_smaller_micro_batches(stop_request)
-        if self.confirm():  # the step before was done again: these are the gradients of weights that were replaced
-            finished = self._accumulate_again(step, batches)
-        self._update_weights(step)
-        if self.tiles is None:
-            self._count(step, finished)
-        else:
-            self._unconfirmed = step, list(batches), finished
+        self.state.update.step(step, self.normalizer.gradient_factor())
+        for ema in self.state.emas:
+            ema.update(step)
+        self.samples_used += [micro.samples for micro in finished]
+        self.loss_sums.add(finished)
         return agreed
 
     def _accumulate_gradients(
         self, step: int, batches: Iterable[MicroBatch], sync: bool = True
     ) -> list[Finished] | None:
         """Run forward and backward of all micro-batches of a step; None if this rank is out of memory."""
-        finished = list[Finished]()
-        self.replica.start_step()
+        finished, self.replica.buckets.issued = list[Finished](), 0
+        if self.tiles is not None:
+            self.tiles.start_step()
         try:
             micro_batches, per_sample = self.normalizer.count_terms(batches)
             for micro in micro_batches:
                 if not len(micro.indices):
                     continue  # more micro-batches than samples on this rank; never the last one
-                seed_global_generator(self.seed, step, micro.number)
+                # For dropout alone, all else is keyed: by step and tile, not by rank.
+                torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + micro.number)
                 with nullcontext() if micro.last and sync else self.replica.no_sync():
                     with self.precision.autocast:
                         total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices, per_sample)
                     scale = self.precision.scaler.scale if self.precision.scaler else 1.0
                     loss = self.normalizer.scale(total, weight, micro.number, len(micro.indices), scale)
-                    self.replica.backward(loss, micro, sync)
+                    loss.backward()
+                if self.tiles is not None:
+                    self.tiles.finish_tile(micro.number, last=micro.last and sync)
                 finished.append(Finished(micro.samples, total.detach(), weight, logs))
         except torch.OutOfMemoryError:
             if self.setup.sync_bn:
@@ -125,16 +114,27 @@ class TrainStep:
             return None
         return finished
 
-    def _next_batches(self) -> Iterable[MicroBatch]:
-        batches = self.loader.step()
-        return batches if self.tiles is None else list(batches)  # an exact step may have to be done again
+    def _run_exactly(self, step: int, batches: list[MicroBatch], stop_request: int, tiles: Tiles) -> int:
+        """Do the same in an exact run. It keeps the batches: the step may have to be done again."""
+        measure = self._accumulate_gradients if tiles.sums.known else self._measure_then_accumulate
+        finished = measure(step, batches)
+        agreed = self.world.all_reduce_max(OUT_OF_MEMORY if finished is None else stop_request)
+        if finished is None or agreed == OUT_OF_MEMORY:
+            finished = None
+            return self._redo_with_smaller_micro_batches(stop_request)
+        if self.confirm():  # the step before was done again: these are the gradients of weights that were replaced
+            finished = self._accumulate_again(step, batches)
+        self._update_exactly(step, tiles)
+        self._unconfirmed = step, batches, finished
+        return agreed
 
-    def _measure_then_accumulate(self, step: int, batches: Iterable[MicroBatch], tiles: Tiles) -> list[Finished] | None:
-        """Do the same in the first step of an exact run: a pass that shows how large gradients are comes before."""
+    def _measure_then_accumulate(self, step: int, batches: list[MicroBatch]) -> list[Finished] | None:
+        """Make a pass that shows how large gradients are, which gives the first grid; then accumulate."""
+        assert self.tiles is not None
         measured = self._accumulate_gradients(step, batches, sync=False)
         if self.world.all_reduce_max(int(measured is None)):
             return None
-        tiles.sums.set_grid()
+        self.tiles.sums.set_grid()
         self._discard_gradients()
         return self._accumulate_gradients(step, batches)
 
@@ -145,19 +145,10 @@ class TrainStep:
             raise OutOfMemory(f"there is not enough memory to repeat step {step + 1}; use a smaller --batch_size")
         return finished
 
-    def _update_weights(self, step: int) -> None:
-        overflow = self.tiles.finish_gradients() if self.tiles else None
+    def _update_exactly(self, step: int, tiles: Tiles) -> None:
+        overflow = tiles.finish_gradients()
         skipped = self.state.update.step(step, self.normalizer.gradient_factor(), overflow)
-        if self.tiles:
-            self.tiles.finish_statistics(skipped)
-
-    def _count(self, step: int, finished: list[Finished]) -> None:
-        """Take a step into averages, logged values and the ledger."""
-        for ema in self.state.emas:
-            ema.update(step)
-        for samples, total, weight, logs in finished:
-            self.samples_used.append(samples)
-            self.loss_sums.add(total, weight, logs)
+        tiles.finish_statistics(skipped)
 
     def confirm(self) -> bool:
         """Wait until the last step of an exact run is known to have fitted its grid, or do it again on a coarser one.
@@ -171,8 +162,11 @@ class TrainStep:
         while self.tiles.sums.overflowed():
             again = True
             finished = self._accumulate_again(step, batches)
-            self._update_weights(step)
-        self._count(step, finished)
+            self._update_exactly(step, self.tiles)
+        for ema in self.state.emas:
+            ema.update(step)
+        self.samples_used += [micro.samples for micro in finished]
+        self.loss_sums.add(finished)
         return again
 
     def _redo_with_smaller_micro_batches(self, stop_request: int) -> int:

@@ -126,6 +126,10 @@ class Stream:
             return Slice(whole.epoch[mine], whole.index[mine])
         return self.positions(start + size * rank // world, start + size * (rank + 1) // world)
 
+    def tiles(self, step: int, own: range, count: int) -> list[Slice]:
+        """Return the samples of the tiles in `own`, of `count` tiles that the global batch is cut into."""
+        return [self.batch(step, tile, count) for tile in own]
+
     def micro_batches(self, step: int, rank: int, world: int, accumulation: int) -> list[Slice]:
         """Return that slice cut for accumulation. The last is never empty: with it gradients are synchronised."""
         own = self.batch(step, rank, world)
