@@ -49,18 +49,17 @@ def seconds(run: Trainer, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="dit")
-    parser.add_argument("--tiles", default="1,4", help="into how many tiles the global batch is cut")
+    parser.add_argument("--tiles", default="1,4", help="numbers of tiles, each of --batch_size, in a global batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     asked, flags = parser.parse_known_args()
     runs: dict[str, Trainer] = {}
     with tempfile.TemporaryDirectory() as parent:
+        tile = parse(find(asked.recipe), flags, "exact").train.data.batch_size
         for tiles in map(int, asked.tiles.split(",")):
-            plain = make(asked.recipe, flags, Path(parent) / f"plain{tiles}") if tiles == 1 else None
-            size = (plain or runs["plain, 1 tile(s)"]).setup.batching.global_batch
-            cut = [*flags, "--batch_size", str(-(-size // tiles)), "--global_batch_size", str(size)]
-            runs[f"plain, {tiles} tile(s)"] = plain or make(asked.recipe, cut, Path(parent) / f"plain{tiles}")
-            runs[f"exact, {tiles} tile(s)"] = make(asked.recipe, [*cut, "--exact"], Path(parent) / f"exact{tiles}")
+            cut = [*flags, "--batch_size", str(tile), "--global_batch_size", str(tile * tiles)]
+            for name, more in (("plain", []), ("exact", ["--exact"])):
+                runs[f"{name}, {tiles} tile(s)"] = make(asked.recipe, [*cut, *more], Path(parent) / f"{name}{tiles}")
         times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(asked.rounds + 1):
             for name, run in runs.items():

@@ -91,7 +91,7 @@ class Batching:
 
     @property
     def divides_evenly(self) -> bool:
-        return self.micro_batch * self.accumulation * self.world == self.global_batch
+        return self.micro_batch * (self.tiles or self.accumulation * self.world) == self.global_batch
 
     @property
     def steps_per_epoch(self) -> float:

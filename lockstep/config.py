@@ -172,6 +172,8 @@ class Hardware:
         check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
         check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
         check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
+        wide = self.exact and self.precision == "fp64"
+        check(not wide, "exact takes --precision bf16, fp16 or fp32", "fp64", "its sums are of float32 gradients")
         check(self.hang_timeout >= 0, "hang_timeout is at least 0 seconds (0: never)", self.hang_timeout)
         if not self.use_amp:
             wanted = self.precision in ("auto", "fp32")
@@ -182,6 +184,7 @@ class Hardware:
         """Return, by flag, why it has no effect in such a run."""
         return _unused(
             ("max_restarts", not facts.has_agent, "there is one process, and no agent to restart it"),
+            ("sync_bn", self.exact, "in an exact run BatchNorm has the statistics of a tile"),
             ("use_amp", self.use_amp and facts.on_cpu, "on a CPU it is slower; --precision bf16 turns it on"),
             ("world_size", self.world_size != facts.world_size, f"the environment says {facts.world_size}"),
             ("local_rank", self.local_rank != facts.local_rank, f"the environment says {facts.local_rank}"),

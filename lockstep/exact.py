@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .distributed import World
+from .distributed import RunFailed, World
 
 HEADROOM = 4
 """Bits by which a gradient may grow from one step to the next."""
@@ -71,6 +71,25 @@ def use_deterministic_kernels(device: torch.device, compiled: bool) -> None:
         _compiler_settings(True)
 
 
+class NotDeterministic(RunFailed):
+    """An operator of the model has no version that gives the same bits each time."""
+
+
+@contextmanager
+def naming_operators() -> Iterator[None]:
+    """Say in one line which operator of an exact run has no deterministic version."""
+    try:
+        yield
+    except RuntimeError as error:
+        operator, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise NotDeterministic(
+            f"--exact: {operator.split()[-1]} has no deterministic version on this device; use another operator in the "
+            "model, or train without --exact"
+        ) from None
+
+
 def _compiler_settings(exact: bool) -> None:
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
@@ -92,7 +111,7 @@ class Exactness:
 
     def cut_tiles(self, tiles: int, step: int) -> None:
         """Record that memory did not suffice for a tile at `step`, and into how many the batch is cut from there on."""
-        self.breaks.append(f"step {step}: {self.tiles} tiles became {tiles} for want of memory")
+        self.breaks.append(f"step {step}: {self.tiles} tiles became {tiles} for lack of memory")
         self.tiles = tiles
 
     def state_dict(self) -> dict[str, Any]:

@@ -196,13 +196,18 @@ class ExactLossSums(LossSums):
         for _, total, weight, logs in finished:
             values = {"loss": total, "weight": weight, **logs}
             self.names = list(values)
-            self.rows.append(torch.stack([torch.as_tensor(v, device=total.device).double() for v in values.values()]))
+            self.rows.append(torch.stack([_float64(value, total.device) for value in values.values()]))
 
     def means(self, world: World) -> dict[str, float]:
         rows, self.rows = torch.stack(self.rows).tolist(), []
         ranks = world.gather(rows)
         sums = [math.fsum(column) for column in zip(*(row for rank in ranks for row in rank), strict=True)]
         return _per_weight(dict(zip(self.names, world.broadcast(sums), strict=True)))
+
+
+def _float64(value: float | Tensor, device: torch.device) -> Tensor:
+    """Return a number as a tensor on the device, without waiting for it as a copy from the host would."""
+    return value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
 
 
 def _per_weight(sums: dict[str, float]) -> dict[str, float]:

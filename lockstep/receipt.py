@@ -13,9 +13,11 @@ from rich.text import Text
 from torch import nn
 
 from . import trust
+from .batching import Batching
 from .batchnorm import has_batch_norm
 from .config import Optim
 from .distributed import World
+from .exact import Exactness
 from .files import printable, write_text
 from .optim import Update
 from .recipe import Describes
@@ -60,7 +62,8 @@ def make_receipt(setup: Setup, state: TrainState) -> Receipt:
         "launch_ids": setup.run_dir.launch_ids,
         "settings": setup.request.settings(),
     }
-    return Receipt(facts, _rows(setup, state), [*setup.run_dir.notes, *_notes(setup, state.model)])
+    broken = [f"no longer exact: {why}" for why in (state.exactness.breaks if state.exactness else [])]
+    return Receipt(facts, _rows(setup, state), [*setup.run_dir.notes, *broken, *_notes(setup, state.model)])
 
 
 def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
@@ -82,9 +85,20 @@ def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
         ("learning rate", _learning_rate(setup.config.optim, state.update)),
         ("optimizer", f"{type(state.update.optimizer).__name__}, averages: {[e.decay for e in state.emas] or 'none'}"),
         ("precision", f"{setup.precision.name}, {'compiled' if setup.compiled else 'not compiled'}"),
+        ("exact", _exactness(state.exactness, b)),
         ("folder", str(setup.run_dir.path)),
     ]
     return rows + ([("resumes", f"{resume_from} at step {state.progress.step}")] if resume_from else [])
+
+
+def _exactness(exactness: Exactness | None, batching: Batching) -> str:
+    if exactness is None:
+        return "no: another number of ranks gives the same up to rounding (--exact: to the bit)"
+    kernels = ", ".join(f"{name} {version}" for name, version in exactness.environment.items())
+    return (
+        f"{batching.tiles} tile(s) of {batching.micro_batch}, on {kernels}; another of these, or a tile cut for lack "
+        "of memory, gives other bits"
+    )
 
 
 def _learning_rate(settings: Optim, update: Update) -> str:
@@ -107,6 +121,8 @@ def _notes(setup: Setup, model: nn.Module) -> list[str]:
 
 
 def _batch_norm_notes(setup: Setup) -> list[str]:
+    if setup.in_tiles:
+        return [f"BatchNorm has the statistics of each tile of {setup.batching.micro_batch} samples"]
     if setup.world.size > 1 and not setup.sync_bn:
         return ["BatchNorm has statistics of its own on every rank (--sync_bn off): results depend on the world"]
     notes = []

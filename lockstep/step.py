@@ -116,8 +116,8 @@ class TrainStep:
 
     def _run_exactly(self, step: int, batches: list[MicroBatch], stop_request: int, tiles: Tiles) -> int:
         """Do the same in an exact run. It keeps the batches: the step may have to be done again."""
-        measure = self._accumulate_gradients if tiles.sums.known else self._measure_then_accumulate
-        finished = measure(step, batches)
+        accumulate = self._accumulate_gradients if tiles.sums.known else self._measure_then_accumulate
+        finished = accumulate(step, batches)
         agreed = self.world.all_reduce_max(OUT_OF_MEMORY if finished is None else stop_request)
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None

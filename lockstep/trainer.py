@@ -14,6 +14,7 @@ from pathlib import Path
 from . import activity, checkpoint, trackers
 from .distributed import StopSignals, World
 from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator
+from .exact import naming_operators
 from .flags import Request
 from .outcome import Diverged, NotSaved, Outcome
 from .receipt import make_receipt
@@ -57,7 +58,8 @@ class Trainer:
 
     def train_step(self) -> None:
         """Make one optimizer update from one global batch, by all ranks."""
-        self.stop_request = self.step.run(self.signals.received)
+        with naming_operators():
+            self.stop_request = self.step.run(self.signals.received)
 
     def fit(self) -> Outcome:
         """Train to the end, or until a stop is requested; then save everything."""

@@ -1,12 +1,15 @@
 """Exact runs: the same bits on any number of ranks."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from engine import lines, trainer
 from torch import Tensor
 
 from lockstep.distributed import World
+from lockstep.exact import NotDeterministic, naming_operators
 
 TILED = ["--exact", "--batch_size", "4", "--global_batch_size", "28", "--log_every", "1", "--ema_decay", "0.9"]
 """Seven tiles: on two, three and four ranks some have more than others."""
@@ -113,3 +116,54 @@ def test_more_ranks_than_tiles_is_refused(ranks, tmp_path: Path) -> None:
     exact_state(World(), "Tiny", flags)
     with pytest.raises(AssertionError, match="too few for 3 ranks: start up to 2"):
         ranks(3)(exact_state, "Tiny", [*flags, "--n_steps", "4", "--resume", "auto"])
+
+
+def test_the_receipt_says_what_the_bits_depend_on(tmp_path: Path) -> None:
+    flags = [*TILED, "--n_steps", "3", "--out", str(tmp_path)]
+    exact_state(World(), "WithBatchNorm", flags)
+    receipt = json.loads((tmp_path / "receipt.json").read_text())
+    assert receipt["exact"].startswith("7 tile(s) of 4, on torch ")
+    assert "BatchNorm has the statistics of each tile of 4 samples" in receipt["notes"]
+
+
+def test_another_version_than_the_run_began_with_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [*TILED, "--out", str(tmp_path)]
+    exact_state(World(), "Tiny", [*flags, "--n_steps", "3"])
+    monkeypatch.setattr("lockstep.setup.environment", lambda world: {"torch": "9.9", "CPU": "other"})
+    exact_state(World(), "Tiny", [*flags, "--n_steps", "6", "--resume", "auto"])
+    notes = json.loads((tmp_path / "receipt.json").read_text())["notes"]
+    assert [n for n in notes if n.startswith("no longer exact: torch was 2") and n.endswith("and is 9.9")]
+    monkeypatch.undo()
+    run = trainer(World(), "Tiny", [*flags, "--n_steps", "9", "--resume", "auto"])
+    assert len(run.state.exactness.breaks) >= 2, "what has broken it once stays known"
+
+
+def test_a_tile_cut_for_memory_is_recorded(tmp_path: Path) -> None:
+    run = trainer(World(), "Tiny", [*TILED, "--n_steps", "6", "--out", str(tmp_path)])
+    forward = run.step.replica.forward
+
+    def starved(batch, *rest):
+        if run.progress.step == 2 and len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("no memory")
+        return forward(batch, *rest)
+
+    run.step.replica.forward = starved
+    run.fit()
+    assert run.state.exactness.breaks == ["step 3: 7 tiles became 14 for lack of memory"]
+    assert run.setup.batching.tiles == 14 and "out of memory at step 3" in (tmp_path / "log.txt").read_text()
+
+
+def test_an_operator_without_a_deterministic_version_is_named() -> None:
+    with pytest.raises(NotDeterministic, match="--exact: put_ has no deterministic version"), naming_operators():
+        raise RuntimeError(
+            "put_ does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'"
+        )
+    with pytest.raises(RuntimeError, match="something else"), naming_operators():
+        raise RuntimeError("something else")
+
+
+def test_dropout_depends_on_the_tile_and_not_on_what_was_drawn_before(tmp_path: Path) -> None:
+    flags = [*TILED, "--n_steps", "4", "--out"]
+    first = exact_state(World(), "WithDropout", [*flags, str(tmp_path / "1")])
+    torch.rand(1000)
+    assert differing(first, exact_state(World(), "WithDropout", [*flags, str(tmp_path / "2")])) == []

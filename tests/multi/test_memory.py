@@ -57,7 +57,7 @@ def test_the_step_is_redone_in_smaller_pieces_and_ends_the_same(ranks, tmp_path:
         for name, tensor in expected.items():
             assert (weights[name] - tensor).norm() <= 1e-9 * tensor.norm(), name
     said = (tmp_path / "tight/log.txt").read_text()
-    assert said.count("out of memory at step 6") == said.count("\n") >= 1
+    assert said.count("out of memory at step 6") == said.count("out of memory") >= 1
 
 
 def test_one_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
