@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from lockstep.distributed import World, pick_device
-from lockstep.exact import kernel_settings
+from lockstep.exact import choose_kernels
 from lockstep.flags import parse
 from lockstep.registry import find
 from lockstep.rundir import resolve_run_dir
@@ -30,20 +30,18 @@ def make(recipe: str, flags: list[str], folder: Path) -> Trainer:
 
 
 def seconds(run: Trainer, steps: int) -> float:
-    """Of one step, with the kernels that the run wants."""
-    with kernel_settings(run.config.hardware.exact, run.world.device, run.setup.compiled):
-        times = []
-        for warming_up in (True, False):
-            if run.world.device.type == "cuda":
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            for _ in range(2 if warming_up else steps):
-                run.train_step()
-                run.progress.step += 1
-            if run.world.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append((time.perf_counter() - started) / steps)
-    return times[-1]
+    """Of one step, with the kernels of this run: the settings are those of the whole process."""
+    choose_kernels(run.config.hardware.exact, run.world.device, run.setup.compiled)
+    for count in (2, steps):
+        if run.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(count):
+            run.train_step()
+            run.progress.step += 1
+        if run.world.device.type == "cuda":
+            torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps
 
 
 def main() -> None:

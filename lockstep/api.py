@@ -10,6 +10,7 @@ import torch
 
 from . import distributed, flags, registry, rundir
 from .config import TrainConfig
+from .exact import kernels_restored
 from .outcome import Outcome
 from .recipe import Recipe
 from .trainer import Trainer
@@ -38,6 +39,7 @@ def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **sett
     dtype = torch.get_default_dtype()
     try:
         with (
+            kernels_restored(),
             distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world,
             rundir.open_run_dir(request.train.run, kind.name, world) as run_dir,
             HangWatch(world, run_dir.path, hardware.hang_timeout, hardware.timeout, ends_process=world.size > 1),

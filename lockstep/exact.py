@@ -14,6 +14,7 @@ that does not fit is seen by all ranks alike, and the step is done again on a co
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -39,36 +40,33 @@ Numbered = list[tuple[int, Tensor]]
 """Gradients, each with the number of its parameter."""
 
 
+def choose_kernels(exact: bool, device: torch.device, compiled: bool) -> None:
+    """Exact: choose kernels by shape alone, never by time, and only those that give the same bits each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(exact)
+    torch.utils.deterministic.fill_uninitialized_memory = not exact  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = not exact and device.type == "cuda"
+    if device.type == "cpu" and exact:
+        torch.set_num_threads(1)  # sums of a kernel are cut by the number of threads
+    if compiled:
+        _configure_compiler(exact)
+
+
 @contextmanager
-def kernel_settings(exact: bool, device: torch.device, compiled: bool) -> Iterator[None]:
-    """Choose the kernels of a run for the duration of the block; outside it torch's settings are as they were."""
-    if not exact:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_num_threads()
+def kernels_restored() -> Iterator[None]:
+    """Put torch's settings back after the block: a script may go on after an exact run."""
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    use_deterministic_kernels(device, compiled)
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    benchmark = torch.backends.cudnn.benchmark
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
-        torch.set_num_threads(before[2])
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        if compiled:
-            _compiler_settings(False)
-
-
-def use_deterministic_kernels(device: torch.device, compiled: bool) -> None:
-    """Choose kernels by shape alone, never by time, and only those that give the same bits each time."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # sums of a kernel are cut by the number of threads
-    if compiled:
-        _compiler_settings(True)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        if "torch._dynamo" in sys.modules:
+            _configure_compiler(False)
 
 
 class NotDeterministic(RunFailed):
@@ -90,7 +88,7 @@ def naming_operators() -> Iterator[None]:
         ) from None
 
 
-def _compiler_settings(exact: bool) -> None:
+def _configure_compiler(exact: bool) -> None:
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 

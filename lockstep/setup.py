@@ -14,7 +14,7 @@ from .checkpoint import Checkpoint
 from .config import RunFacts, TrainConfig
 from .distributed import World
 from .evaluate import dataset_size, samples_of
-from .exact import Exactness, ExactSums, environment, use_deterministic_kernels
+from .exact import Exactness, ExactSums, choose_kernels, environment
 from .flags import Request
 from .loss import Normalizer
 from .optim import Ema
@@ -106,7 +106,7 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     sync_bn = _sync_batch_norm(model, config, batching, world)
     compiled = _is_compiled(config, world, sync_bn)
     if config.hardware.exact:
-        use_deterministic_kernels(world.device, compiled)
+        choose_kernels(True, world.device, compiled)
     setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn)
 
     emas = [Ema(model, decay) for decay in config.optim.ema_decay]

@@ -53,3 +53,17 @@ def test_endurance_finds_nothing_that_grows_or_collides() -> None:
 def test_every_benchmark_has_a_test_here() -> None:
     for path in BENCHMARKS.glob("*.py"):
         assert f'printed("{path.name}"' in Path(__file__).read_text(), path.name
+
+
+@pytest.mark.slow
+def test_exact_prints_the_cost_of_exact_sums() -> None:
+    *rows, last = printed("exact.py", "--tiles", "1,2", "--rounds", "1", "--steps", "1").splitlines()
+    assert [bool(re.fullmatch(r"dit, exact, [12] tile\(s\): [\d.]+ ms per step, .* of the plain one", r)) for r in rows]
+    assert set(json.loads(last)["seconds"]) == {f"{kind}, {n} tile(s)" for kind in ("plain", "exact") for n in (1, 2)}
+
+
+@pytest.mark.slow
+def test_exact_accuracy_prints_errors_of_both_kinds_of_sums() -> None:
+    (line,) = printed("exact_accuracy.py", "--recipes", "vision", "--steps", "1", "--tiles", "2").splitlines()
+    found = json.loads(line.split("gradients: ")[1])
+    assert all(float(error) < 1e-5 for error in found.values()) and "grid, median" in found

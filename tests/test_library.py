@@ -105,3 +105,13 @@ def test_fit_resumes_the_newest_run_with_its_own_settings(tmp_path: Path, monkey
     again = lockstep.fit(tiny.Plain, n_steps=6, resume="auto", device="cpu")
     assert again.folder == first.folder and again.step == 6
     assert "0.5, constant" in (again.folder / "receipt.json").read_text()
+
+
+def test_an_exact_fit_leaves_the_settings_of_torch_as_they_were(tmp_path: Path) -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.backends.cudnn.benchmark
+    lockstep.fit(tiny.Tiny, n_steps=2, exact=True, batch_size=4, global_batch_size=8, out=str(tmp_path / "run"))
+    assert before == (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        torch.backends.cudnn.benchmark,
+    )
