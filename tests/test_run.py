@@ -241,15 +241,20 @@ def test_a_start_that_failed_leaves_nothing_in_the_way() -> None:
 
 
 def test_a_run_of_version_0_1_can_be_resumed() -> None:
-    """Its checkpoint after 4 of 8 steps; version 0.1 itself went on to the one after 8."""
+    """Its checkpoint after 4 of 8 steps; version 0.1 itself went on to the one after 8, with other dropout masks."""
     old = Path(__file__).parent / "golden" / "run-0.1"
     shutil.copytree(old, "here", ignore=shutil.ignore_patterns("step-00000008"))
-    train(World(), "WithDropout", ["--resume", "here"])
-    ours, theirs = (load(folder / "checkpoints" / "step-00000008") for folder in (Path("here"), old))
-    assert ours.tensors.keys() == theirs.tensors.keys()
+    run = trainer(World(), "WithDropout", ["--resume", "here"])
+    tensors, _ = run.state.capture()
+    before = load(old / "checkpoints" / "step-00000004").tensors
     for group in ("model", "optimizer", "ema-0.9"):
-        for name, tensor in theirs.tensors[group].items():
-            torch.testing.assert_close(ours.tensors[group][name], tensor, msg=f"{group} {name}")
+        assert tensors[group].keys() == before[group].keys()
+        for name, tensor in before[group].items():
+            assert torch.equal(tensors[group][name], tensor), f"{group} {name}"
+    run.fit()
+    ours, theirs = (load(folder / "checkpoints" / "step-00000008") for folder in (Path("here"), old))
+    for name, tensor in theirs.tensors["model"].items():
+        assert (ours.tensors["model"][name] - tensor).norm() < 0.3 * tensor.norm(), name
     assert ours.state["ledger"] == theirs.state["ledger"]
     assert ours.state["schedule"]["drops"] == theirs.state["drops"] == 3
     assert ours.state["progress"]["bad_evaluations"] == theirs.state["bad_evaluations"]
