@@ -22,6 +22,8 @@ from .rng import Rng
 from .stream import Slice
 from .watch.data import Samples
 
+KEPT_BY_BATCH = 4096
+"""Exact: up to so many numbers of each batch are kept until all are added in order; more are added on each rank."""
 EVALUATION_EPOCH = -1
 """The epoch in the keys of randomness outside training: the same at every evaluation."""
 ReportProgress = Callable[[int, int], None]
@@ -77,6 +79,8 @@ class Evaluator:
     world: World
     autocast: AbstractContextManager[Any]
     seed: int
+    exact: bool = False
+    """Cut the set into the same batches on any world, and add their sums in order: metrics are the same bits."""
     report_progress: ReportProgress = lambda done, total: None
     stop_requested: Callable[[], bool] = lambda: False
     """Asked before each batch; True on any rank ends the work on all of them with EvaluationStopped."""
@@ -113,6 +117,9 @@ class Evaluator:
     def _chunks(self, count: int, batch_size: int) -> Iterator[tuple[range, Rng]]:
         """Yield this rank's numbers among 0 … count-1, `batch_size` at a time, with their randomness."""
         numbers = share(count, self.world)
+        if self.exact:  # whole batches, whichever rank has them
+            batches = share(-(-count // batch_size), self.world)
+            numbers = range(batches.start * batch_size, min(batches.stop * batch_size, count))
         for start in range(numbers.start, numbers.stop, batch_size):
             if self.stop_requested():
                 raise EvaluationStopped("a stop was requested")
@@ -125,16 +132,17 @@ class Evaluator:
     def sum_over_ranks(self, count: int, batch_size: int, sums_of: Callable[[range, Rng], Sums]) -> dict[str, Tensor]:
         """Return the sums of `sums_of(numbers, rng)` over 0 … count-1, computed by all ranks; equal on each of them."""
 
-        def own_sums() -> dict[str, Tensor]:
-            sums: dict[str, Tensor] = {}
+        def own_sums() -> list[dict[str, Tensor]]:
+            parts: list[dict[str, Tensor]] = []
             for chunk, rng in self._chunks(count, batch_size):
-                for name, value in sums_of(chunk, rng).items():
-                    exact = torch.as_tensor(value, device=self.world.device)
-                    exact = exact.to(torch.float64 if exact.is_floating_point() else torch.int64)
-                    sums[name] = sums[name] + exact if name in sums else exact
-            return {name: value.cpu() for name, value in sums.items()}
+                values = {name: _widen(value, self.world.device) for name, value in sums_of(chunk, rng).items()}
+                if not parts or (self.exact and sum(value.numel() for value in values.values()) <= KEPT_BY_BATCH):
+                    parts.append(values)
+                else:
+                    parts[-1] |= {n: parts[-1][n] + value if n in parts[-1] else value for n, value in values.items()}
+            return [{name: value.cpu() for name, value in part.items()} for part in parts]
 
-        gathered = self._gather(own_sums)
+        gathered = [part for parts in self._gather(own_sums) for part in parts]
         added: dict[str, Tensor] = self.world.broadcast(_add_up(gathered) if self.world.is_main else None)
         return added
 
@@ -221,6 +229,11 @@ def keyed(numbers: range, device: torch.device, seed: int) -> Rng:
     return Rng.of(seed, torch.full_like(index, EVALUATION_EPOCH), index)
 
 
-def _add_up(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    names = dict.fromkeys(name for sums in ranks for name in sums)
-    return {name: torch.stack([sums[name] for sums in ranks if name in sums]).sum(0) for name in names}
+def _widen(value: Tensor | float, device: torch.device) -> Tensor:
+    wide = torch.as_tensor(value, device=device)
+    return wide.to(torch.float64 if wide.is_floating_point() else torch.int64)
+
+
+def _add_up(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for sums in parts for name in sums)
+    return {name: torch.stack([sums[name] for sums in parts if name in sums]).sum(0) for name in names}

@@ -40,7 +40,8 @@ class Trainer:
         self.model, self.update, self.progress = self.state.model, self.state.update, self.state.progress
         self.resumed_step = self.progress.step
         seed = self.config.data.seed
-        self.evaluator = Evaluator(self.recipe, self.model, world, self.precision.autocast, seed)
+        exact = self.config.hardware.exact
+        self.evaluator = Evaluator(self.recipe, self.model, world, self.precision.autocast, seed, exact)
         self.sampler = Sampler(
             self.evaluator, self.state.emas, self.folder, lambda text: self.trackers.status(text), self.say
         )

@@ -28,8 +28,8 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [name for name in a if a[name].numpy().tobytes() != b[name].numpy().tobytes()]
 
 
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in lines(folder) if "loss" in line]
+def losses(folder: Path, name: str = "loss") -> list[float]:
+    return [line[name] for line in lines(folder) if name in line]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -42,6 +42,7 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks, tmp_path: Path, recipe: 
         states = ranks(world)(exact_state, recipe, [*flags, "--out", str(tmp_path / str(world))])
         assert [differing(alone, state) for state in states] == [[]] * world
         assert losses(tmp_path / str(world)) == losses(tmp_path / "1")
+        assert losses(tmp_path / str(world), "val/loss") == losses(tmp_path / "1", "val/loss") != []
 
 
 def in_turn(worlds: tuple[int, ...], ranks, recipe: str, flags: list[str], out: Path, steps: int) -> list[Tensor]:
