@@ -57,7 +57,7 @@ def test_every_benchmark_has_a_test_here() -> None:
 
 @pytest.mark.slow
 def test_exact_prints_the_cost_of_exact_sums() -> None:
-    *rows, last = printed("exact.py", "--tiles", "1,2", "--rounds", "1", "--steps", "1").splitlines()
+    *rows, last = printed("exact.py", *SMALL, "--tiles", "1,2", "--rounds", "1", "--steps", "1").splitlines()
     assert [bool(re.fullmatch(r"dit, exact, [12] tile\(s\): [\d.]+ ms per step, .* of the plain one", r)) for r in rows]
     assert set(json.loads(last)["seconds"]) == {f"{kind}, {n} tile(s)" for kind in ("plain", "exact") for n in (1, 2)}
 
@@ -67,3 +67,11 @@ def test_exact_accuracy_prints_errors_of_both_kinds_of_sums() -> None:
     (line,) = printed("exact_accuracy.py", "--recipes", "vision", "--steps", "1", "--tiles", "2").splitlines()
     found = json.loads(line.split("gradients: ")[1])
     assert all(float(error) < 1e-5 for error in found.values()) and "grid, median" in found
+
+
+@pytest.mark.slow
+def test_exact_picture_draws_both_kinds_of_runs(tmp_path: Path) -> None:
+    picture = tmp_path / "exact.png"
+    recipe = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+    said = printed("exact_picture.py", "--recipe", recipe, "--worlds", "1,2", "--steps", "3", "--out", str(picture))
+    assert "exact: max weight difference after 3 steps: 0\n" in said and picture.stat().st_size > 10_000

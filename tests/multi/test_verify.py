@@ -52,3 +52,38 @@ def test_what_is_not_a_number_is_not_equal() -> None:
     assert not draws_equal([{"uniform x": 1}], [{"uniform x": 2}])
     assert not draws_equal([{"uniform x": 1}], [{}])
     assert draws_equal([{"normal x": 1.0}], [{"normal x": 1.0 + 1e-12}])
+
+
+RANKED = """
+import os
+from tiny import Tiny
+
+class Ranked(Tiny):
+    name = "ranked"
+    def loss(self, model, batch, rng):
+        loss = super().loss(model, batch, rng)
+        loss.total = loss.total * (1 + 1e-6 * int(os.environ.get("RANK", 0)))  # less than float32 sums are off by
+        return loss
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "precision"), [("dit", "bf16"), ("jit", "fp32"), ("scribble", "fp32"),
+                                                  ("protein", "bf16"), ("vision", "bf16")])  # fmt: skip
+def test_exact_runs_of_a_recipe_have_the_same_bits(tmp_path: Path, recipe: str, precision: str) -> None:
+    flags = ["--bits", "--worlds", "1,3", "--steps", "2", "--precision", precision]
+    done = run(["lockstep", "verify", recipe, *flags], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ok ") == 1
+
+
+@pytest.mark.slow
+def test_bits_find_what_rounding_would_hide(tmp_path: Path) -> None:
+    (tmp_path / "ranked.py").write_text(RANKED)
+    done = run(["lockstep", "verify", "ranked.py:Ranked", "--bits", "--worlds", "1,2", "--steps", "3"], tmp_path)
+    assert done.returncode == 1 and "DIFFERENT" in done.stdout, done.stdout + done.stderr
+
+
+def test_bits_are_not_compared_in_float64(tmp_path: Path) -> None:
+    done = run(["lockstep", "verify", "dit", "--bits", "--precision", "fp64"], tmp_path)
+    assert done.returncode == 2 and "fp32, bf16 or fp16, not fp64" in done.stderr
