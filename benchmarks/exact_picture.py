@@ -1,6 +1,6 @@
 """Draw how far one rank and several part over the steps of a run, with and without --exact.
 
-python benchmarks/exact_picture.py [--recipe dit] [--worlds 1,4] [--steps 200] [--out exact.png] [flags of lockstep train]
+python benchmarks/exact_picture.py [--recipe dit] [--worlds 1,4] [--steps 200] [--out exact.png] [flags of train]
 
 Without --exact each rank puts its whole share through the model at once, as users do.
 """
