@@ -1,5 +1,6 @@
 """BatchNorm where a global batch is cut into pieces: statistics of all ranks together, or of each tile."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,16 +113,26 @@ class TileStatistics:
         self.layers = [m for m in model.modules() if isinstance(m, TileBatchNorm) and m.track_running_stats]
         self.table = torch.zeros(tiles, 2 * sum(m.num_features for m in self.layers), device=world.device)
         """A row for each tile: the means, then the variances, of all layers. A rank fills the rows of its tiles."""
+        fixed = bool(self.layers) and all(m.momentum is not None for m in self.layers)
+        self._fixed = self._rates(0) if fixed else None
 
     def start_step(self) -> None:
         self.table.zero_()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Mark all layers as not used, by a variance of -1; a NaN would stay, since a layer multiplies it by 0."""
+        if self.layers:
+            torch._foreach_zero_([m.tile_mean for m in self.layers])
+            torch._foreach_zero_([m.tile_var for m in self.layers])
+            torch._foreach_sub_([m.tile_var for m in self.layers], 1)
 
     def record(self, tile: int) -> None:
         """Keep what the layers have seen in the tile that was just run."""
         if self.layers:
             seen = [m.tile_mean for m in self.layers] + [m.tile_var for m in self.layers]
             torch.cat(seen, out=self.table[tile])
-            torch._foreach_zero_(seen)  # a NaN would stay: a layer multiplies the old value by 0
+            self._reset()
 
     @torch.no_grad()
     def finish_step(self, skipped: Tensor) -> None:
@@ -132,11 +143,16 @@ class TileStatistics:
         running: list[Tensor] = [m.get_buffer(name) for name in ("running_mean", "running_var") for m in self.layers]
         old = new = torch.cat(running)
         for tile, row in enumerate(self.table):
-            new = torch.lerp(new, row, self._rates(tile))
+            variances = row[len(row) // 2 :]
+            unused = torch.cat([variances, variances]) < 0  # a layer in evaluation mode, or not called
+            rates = self._rates(tile) if self._fixed is None else self._fixed
+            new = torch.where(unused, new, torch.lerp(new, row, rates))
         new = torch.where(skipped, old, new)
         torch._foreach_copy_(running, list(new.split([len(r) for r in running])))
-        counters = [m.get_buffer("num_batches_tracked") for m in self.layers]
-        torch._foreach_add_(counters, torch.where(skipped, 0, len(self.table)))
+        first = list(itertools.accumulate((m.num_features for m in self.layers), initial=0))[:-1]
+        used = (self.table[:, self.table.shape[1] // 2 :][:, first] >= 0).sum(0)
+        for layer, count in zip(self.layers, used, strict=True):
+            layer.get_buffer("num_batches_tracked").add_(torch.where(skipped, 0, count))
 
     def _rates(self, tile: int) -> Tensor:
         """Return how far each running value moves towards that of a tile."""

@@ -57,7 +57,8 @@ def kernels_restored() -> Iterator[None]:
     """Put torch's settings back after the block: a script may go on after an exact run."""
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    benchmark = torch.backends.cudnn.benchmark
+    benchmark, inductor = torch.backends.cudnn.benchmark, sys.modules.get("torch._inductor.config")
+    compiler = inductor is not None and inductor.deterministic  # by the script's own wish
     try:
         yield
     finally:
@@ -65,7 +66,7 @@ def kernels_restored() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
-        if "torch._dynamo" in sys.modules:
+        if "torch._dynamo" in sys.modules and not compiler:
             _configure_compiler(False)
 
 
@@ -117,11 +118,11 @@ class Exactness:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a run that was exact; another environment than it began with is a break."""
-        self.breaks = list(state["breaks"])
+        self.breaks = [*state["breaks"], *self.breaks]
         for name, before in state["environment"].items():
             now = self.environment.get(name)
             if now != before:
-                self.breaks.append(f"{name} was {before} when the run began, and is {now}")
+                self.breaks.append(f"{name} was {before} up to the last checkpoint, and is {now}")
 
 
 def environment(world: World) -> dict[str, str]:
@@ -157,6 +158,8 @@ class ExactSums:
         self.bits = 31 - (tiles - 1).bit_length()
 
     def start_step(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None  # also of those that are not in the optimizer, which nothing else empties
         self.largest.zero_()
         self._integers = {}
         self._exponents_in_use = self._grid()
@@ -189,6 +192,7 @@ class ExactSums:
         units = _power_of_two(self._exponents_in_use + HEADROOM - self.bits)
         self._to_floats(self._gradients(), torch.where(finite, units, torch.nan))
         first = (self.exponents < _NEVER // 2) & (self.largest > 0)  # a guess was the grid of these
+        self._align_gradients()
         self.overflow = finite & (first | (self.largest.view(torch.float32) * self._scales >= limit)).any()
         """On the device: all gradients are finite, but some do not fit the grid. All ranks see the same."""
         self._follow()
@@ -222,6 +226,12 @@ class ExactSums:
         top = self.exponents.max()
         known = torch.where(self.exponents > _NEVER // 2, self.exponents, top)
         return torch.maximum(known, top - DEPTH).clamp(-90, 127)
+
+    def _align_gradients(self) -> None:
+        """Copy gradients that begin at odd places of a DDP bucket: their norm would be added up in another order."""
+        for parameter in self.parameters if self.world.size > 1 else ():
+            if parameter.grad is not None and parameter.grad.data_ptr() % 16:
+                parameter.grad = parameter.grad.clone()
 
     def _gradients(self) -> Numbered:
         return [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]

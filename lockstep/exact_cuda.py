@@ -64,14 +64,14 @@ def to_floats(gradients: Numbered, units: Tensor) -> None:
         _float_kernel[(count,)](table, chunks, units, chunk=_CHUNK)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _tables(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Return the rows, and which chunk of which row each program takes; addresses mostly stay from step to step."""
     chunks = _chunks(tuple(row[-2] for row in rows), device)
     return torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True), chunks, len(chunks)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     found = [(row, start) for row, size in enumerate(sizes) for start in range(0, size, _CHUNK)]
     return torch.tensor(found, dtype=torch.int64).reshape(-1, 2).pin_memory().to(device, non_blocking=True)

@@ -108,16 +108,27 @@ class Normalizer:
         """
         if self.term_counts is None:
             return micro_batches, None
-        micro_batches, counts = list(micro_batches), dict[str, Tensor]()
+        micro_batches, counts = list(micro_batches), dict[int, dict[str, Tensor]]()
         for micro in micro_batches:
             if len(micro.indices):
                 rng = Rng.of(self.seed, micro.epochs, micro.indices)
-                for name, count in self.term_counts(micro.batch, rng).items():
-                    counts[name] = counts.get(name, 0) + count.detach().double()
+                counts[micro.number] = self.term_counts(micro.batch, rng)
+        names = list(next(iter(counts.values())))
+        rows = {n: torch.stack([found[name].detach().double() for name in names]) for n, found in counts.items()}
         # A term without an element anywhere has a total of 0, whatever it is divided by.
-        global_counts = self.world.sum(torch.stack(list(counts.values()))).clamp(min=1)
+        summed = (
+            self._sum_tiles(rows, self.tiles) if self.tiles else self.world.sum(torch.stack(list(rows.values())).sum(0))
+        )
+        global_counts = summed.clamp(min=1)
         per_sample = (global_counts / self.global_batch).to(self.dtype)
-        return micro_batches, dict(zip(counts, per_sample, strict=True))
+        return micro_batches, dict(zip(names, per_sample, strict=True))
+
+    def _sum_tiles(self, rows: dict[int, Tensor], tiles: int) -> Tensor:
+        """Return the sum over the tiles of all ranks, in their order."""
+        table = torch.zeros(tiles, *next(iter(rows.values())).shape, dtype=torch.float64, device=self.world.device)
+        for number, row in rows.items():
+            table[number] = row
+        return self.world.sum(table).sum(0)  # the zeros of other ranks' tiles make it exact
 
     def scale(
         self, total: Tensor, weight: float | Tensor, number: int, samples: int, fp16_scale: float | Tensor = 1.0
@@ -145,13 +156,9 @@ class Normalizer:
         if not self._weights:
             return None
         weights, self._weights = self._weights, {}
-        if self.tiles is None:
-            weight = torch.stack(list(weights.values())).to(self.dtype).sum()
-            return self.global_batch / self.world.sum(weight)
-        table = torch.zeros(self.tiles, dtype=torch.float64, device=self.world.device)
-        for number, weight in weights.items():
-            table[number] = weight
-        return (self.global_batch / self.world.sum(table).sum()).to(self.dtype)  # others' zeros: an exact sum
+        if self.tiles:
+            return (self.global_batch / self._sum_tiles(weights, self.tiles)).to(self.dtype)
+        return self.global_batch / self.world.sum(torch.stack(list(weights.values())).to(self.dtype).sum())
 
     def reset(self) -> None:
         """Drop the weights of a step that is not taken."""
@@ -201,8 +208,15 @@ class ExactLossSums(LossSums):
     def means(self, world: World) -> dict[str, float]:
         rows, self.rows = torch.stack(self.rows).tolist(), []
         ranks = world.gather(rows)
-        sums = [math.fsum(column) for column in zip(*(row for rank in ranks for row in rank), strict=True)]
+        sums = [_exact_sum(column) for column in zip(*(row for rank in ranks for row in rank), strict=True)]
         return _per_weight(dict(zip(self.names, world.broadcast(sums), strict=True)))
+
+
+def _exact_sum(values: Iterable[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):  # infinities of both signs
+        return math.nan
 
 
 def _float64(value: float | Tensor, device: torch.device) -> Tensor:

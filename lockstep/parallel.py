@@ -91,7 +91,7 @@ class Replica:
 
     Gradients are summed over the ranks bucket by bucket, while backward is still running. DDP records its first
     passes: a static graph must be synchronised in the first one, and the buckets are rebuilt after it, which changes
-    the order of summation. So that a resumed run has the bits of one that never stopped, `warm_up` makes two passes
+    the order of summation. So that a resumed run has the bits of one that never stopped, `warm_up` makes three passes
     before the first step and throws them away.
     """
 
@@ -136,11 +136,11 @@ class Replica:
     def warm_up(
         self, micro: MicroBatch, per_sample: dict[str, Tensor] | None, autocast: AbstractContextManager[Any]
     ) -> None:
-        """Make two passes, forward and backward, that change neither weights nor buffers nor generators."""
+        """Make three passes, forward and backward, that change neither weights nor buffers nor generators."""
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.train()
         with torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else []):
-            for _ in range(2):
+            for _ in range(3):
                 with autocast:
                     total, *_ = self.forward(micro.batch, micro.epochs, micro.indices, per_sample)
                 (total * 0).backward()

@@ -77,10 +77,7 @@ def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
         ("data", data or f"{b.dataset:,} samples"),
         ("devices", _devices(world)),
         ("world", f"{world.size}, backend {world.backend}, time-out {setup.config.hardware.timeout:g} s"),
-        (
-            "global batch",
-            f"{b.micro_batch} micro-batch × {b.accumulation} accumulation × {b.world} world = {b.global_batch}",
-        ),
+        ("global batch", _global_batch(b)),
         ("length", f"{b.n_steps:,} steps = {b.n_steps / b.steps_per_epoch:.2f} epochs"),
         ("learning rate", _learning_rate(setup.config.optim, state.update)),
         ("optimizer", f"{type(state.update.optimizer).__name__}, averages: {[e.decay for e in state.emas] or 'none'}"),
@@ -89,6 +86,12 @@ def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
         ("folder", str(setup.run_dir.path)),
     ]
     return rows + ([("resumes", f"{resume_from} at step {state.progress.step}")] if resume_from else [])
+
+
+def _global_batch(b: Batching) -> str:
+    if b.tiles is not None:
+        return f"{b.tiles} tile(s) of up to {b.micro_batch} = {b.global_batch}, on {b.world} rank(s)"
+    return f"{b.micro_batch} micro-batch × {b.accumulation} accumulation × {b.world} world = {b.global_batch}"
 
 
 def _exactness(exactness: Exactness | None, batching: Batching) -> str:

@@ -91,12 +91,12 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     resumed_global_batch = saved.state["global_batch"] if saved else run_dir.global_batch
     size = dataset_size(data)
     batching = Batching.plan(config.data, size, world.size, resumed_global_batch, request.smoke)
-    exactness = None
+    before = saved.state.get("exact") if saved else None
     if config.hardware.exact:
-        began = saved.state.get("exact", {}) if saved else {}
-        fewest = max(world.size, -(-batching.global_batch // config.data.batch_size))
-        batching = batching.in_tiles(began.get("tiles", fewest))
-        exactness = Exactness(batching.tiles or 1, environment(world))
+        tiles = -(-batching.global_batch // config.data.batch_size)
+        batching = batching.in_tiles(before["tiles"] if before else tiles)
+    elif before:
+        run_dir.notes.append("the run was exact up to its last checkpoint, and no longer is: give --exact")
 
     torch.manual_seed(seed)
     model = recipe.model()
@@ -105,14 +105,17 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     model.to(world.device, chosen.dtype)
     sync_bn = _sync_batch_norm(model, config, batching, world)
     compiled = _is_compiled(config, world, sync_bn)
+    exactness = None
     if config.hardware.exact:
         choose_kernels(True, world.device, compiled)
+        exactness = _exactness(batching.tiles or 1, world, chosen, compiled, saved)
     setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn)
 
     emas = [Ema(model, decay) for decay in config.optim.ema_decay]
     progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
-    sums = ExactSums((p for p in model.parameters() if p.requires_grad), world) if setup.in_tiles else None
-    state = TrainState(model, _update(setup, model), emas, ledger, progress, exactness, sums)
+    state = TrainState(model, _update(setup, model), emas, ledger, progress, exactness)
+    if setup.in_tiles:
+        sum_exactly(setup, state)
     own = batchnorm.has_batch_norm(model) and not (sync_bn or setup.in_tiles)
     own_statistics = set(dict(model.named_buffers())) if own else set()
     watch = Watch(world, lambda everything: state.replicated(own_statistics, everything), ledger, data_watch)
@@ -120,6 +123,25 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
         _check_same_run(saved, seed, size)
         state.restore(saved)
     return setup, state, watch
+
+
+def _exactness(tiles: int, world: World, chosen: Precision, compiled: bool, saved: Checkpoint | None) -> Exactness:
+    """Return what the bits of an exact run depend on, and what has broken them already."""
+    own = environment(world) | {"precision": chosen.name, "compiled": str(compiled)}
+    ranks = world.broadcast(world.gather(own))
+    exactness = Exactness(tiles, own)
+    if any(other != ranks[0] for other in ranks):
+        exactness.breaks.append(f"ranks differ in {', '.join(n for n in own if len({r[n] for r in ranks}) > 1)}")
+    if saved and "exact" not in saved.state:
+        exactness.breaks.append(f"the steps up to {saved.state['progress']['step']} were not exact")
+    return exactness
+
+
+def sum_exactly(setup: Setup, state: TrainState) -> None:
+    """Let a run sum its gradients exactly, tile by tile; BatchNorm then has the statistics of a tile."""
+    batchnorm.replace_batch_norm(state.model, batchnorm.TileBatchNorm)
+    state.model.to(setup.world.device)
+    state.sums = ExactSums((p for p in state.model.parameters() if p.requires_grad), setup.world)
 
 
 def _check_same_run(saved: Checkpoint, seed: int, dataset: int) -> None:
@@ -131,9 +153,7 @@ def _check_same_run(saved: Checkpoint, seed: int, dataset: int) -> None:
 
 
 def _sync_batch_norm(model: nn.Module, config: TrainConfig, batching: Batching, world: World) -> bool:
-    if (batching.tiles or 1) > 1 and batchnorm.has_batch_norm(model):
-        batchnorm.replace_batch_norm(model, batchnorm.TileBatchNorm)
-        model.to(world.device)
+    if config.hardware.exact:
         return False
     wanted = {"auto": world.size > 1, "on": True, "off": False}[config.hardware.sync_bn]
     if not wanted or not batchnorm.has_batch_norm(model):

@@ -62,11 +62,11 @@ class TrainState:
         emas: list[Ema],
         ledger: Ledger,
         progress: Progress,
-        exactness: Exactness | None,
-        sums: ExactSums | None,
+        exactness: Exactness | None = None,
     ):
         self.model, self.update, self.emas, self.ledger, self.progress = model, update, emas, ledger, progress
-        self.exactness, self.sums = exactness, sums
+        self.exactness = exactness
+        self._sums: ExactSums | None = None
         self._tensors: dict[str, Stateful] = {
             "model": model,
             "optimizer": OptimizerState(update.optimizer, dict(model.named_parameters())),
@@ -84,8 +84,15 @@ class TrainState:
             self._numbers["scaler"] = update.scaler
         if exactness is not None:
             self._numbers["exact"] = exactness
-        if sums is not None:
-            self._tensors["exact"] = sums
+
+    @property
+    def sums(self) -> ExactSums | None:
+        """Of an exact run with more than one tile: the sums of its gradients."""
+        return self._sums
+
+    @sums.setter
+    def sums(self, sums: ExactSums) -> None:
+        self._sums = self._tensors["exact"] = sums
 
     def replicated(self, own: set[str], everything: bool) -> dict[str, Tensor]:
         """Return, by "<part>/<name>", the tensors that must be equal on every rank: all but the names in `own`.

@@ -15,7 +15,7 @@ from .batching import MicroBatch
 from .loss import ExactLossSums, Finished, LossSums, Objective
 from .outcome import OutOfMemory
 from .parallel import Replica, Tiles
-from .setup import Setup
+from .setup import Setup, sum_exactly
 from .state import TrainState
 from .stream import Slice, Stream
 
@@ -33,7 +33,7 @@ class TrainStep:
         costs = setup.recipe.sample_costs(setup.data)
         self.stream = Stream(batching.dataset, batching.global_batch, self.seed, costs)
         self.normalizer = setup.normalizer()
-        self.loss_sums = ExactLossSums() if setup.in_tiles else LossSums()
+        self.loss_sums = ExactLossSums() if setup.config.hardware.exact else LossSums()
         self.samples_used: list[Slice] = []
         """Since the last check of the ledger."""
         self._unconfirmed: tuple[int, list[MicroBatch], list[Finished]] | None = None
@@ -42,7 +42,10 @@ class TrainStep:
 
     def build(self) -> None:
         """Build what depends on the size of the micro-batch."""
-        setup, sums = self.setup, self.state.sums
+        setup = self.setup
+        if setup.in_tiles and self.state.sums is None:  # also when memory does not suffice for a run's only tile
+            sum_exactly(setup, self.state)
+        sums, self.normalizer.tiles = self.state.sums, setup.batching.tiles
         objective = Objective(setup.recipe.loss, self.state.model, self.seed)
         self.tiles = Tiles(self.state.model, sums, setup.batching.tiles or 1, self.world) if sums else None
         self.replica = Replica(objective, self.world, static_graph=not setup.compiled, tiles=self.tiles)
@@ -110,7 +113,8 @@ class TrainStep:
         except torch.OutOfMemoryError:
             if self.setup.sync_bn:
                 raise  # other ranks wait in the middle of a forward pass: no agreement is possible there
-            self.replica.buckets.release()
+            if sync:
+                self.replica.buckets.release()
             return None
         return finished
 

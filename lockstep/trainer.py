@@ -55,7 +55,8 @@ class Trainer:
         self.trackers = trackers.Trackers({})
         if world.is_main:
             self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", self.config.run.keep)
-        self.step = TrainStep(self.setup, self.state, self.step_times.gradients_ready, self.say)
+        with naming_operators():
+            self.step = TrainStep(self.setup, self.state, self.step_times.gradients_ready, self.say)
 
     def train_step(self) -> None:
         """Make one optimizer update from one global batch, by all ranks."""
@@ -246,6 +247,7 @@ class Trainer:
                 self.sample_files = tuple(path for paths in files.values() for path in paths)
             every = self.recipe.score_every if isinstance(self.recipe, Scores) else 0
             if every and (step % every == 0 or (at_end and step >= every)):
+                self.step.confirm()
                 values, note = self.sampler.score(step)
                 self.trackers.log(step, values)
                 self.sampler.record_score(step, values)

@@ -104,7 +104,7 @@ def run(words: list[str]) -> int:
     batch = data.global_batch_size or data.batch_size * max(1, data.gradient_accumulation_steps)
     worlds = [int(w) for w in options.worlds.split(",")]
     if options.bits:
-        runs = {_ranks(w): (w, -(-batch // max(worlds))) for w in worlds}
+        runs = {_ranks(w): (w, max(1, batch // max(worlds))) for w in worlds}
     else:
         runs = {_ranks(w): (w, -(-batch // w)) for w in worlds} | {ACCUMULATED: (1, -(-batch // 4))}
     folders: list[Path] = []

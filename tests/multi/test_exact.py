@@ -139,19 +139,80 @@ def test_another_version_than_the_run_began_with_is_said(tmp_path: Path, monkeyp
     assert len(run.state.exactness.breaks) >= 2, "what has broken it once stays known"
 
 
-def test_a_tile_cut_for_memory_is_recorded(tmp_path: Path) -> None:
-    run = trainer(World(), "Tiny", [*TILED, "--n_steps", "6", "--out", str(tmp_path)])
-    forward = run.step.replica.forward
+def starved(world: World, recipe: str, flags: list[str], rank: int, step: int) -> tuple[dict[str, Tensor], list[str]]:
+    """The state of a run in which one rank has memory for two samples only in one step, and what has broken it."""
+    run = trainer(world, recipe, flags)
+    build = run.step.build
 
-    def starved(batch, *rest):
-        if run.progress.step == 2 and len(batch["x"]) > 2:
-            raise torch.OutOfMemoryError("no memory")
-        return forward(batch, *rest)
+    def starve() -> None:
+        forward = run.step.replica.forward
 
-    run.step.replica.forward = starved
+        def limited(batch, *rest):
+            if run.progress.step == step and len(batch["x"]) > 2 and world.rank == rank:
+                raise torch.OutOfMemoryError("no memory")
+            return forward(batch, *rest)
+
+        run.step.replica.forward = limited
+
+    def build_and_starve() -> None:
+        build()
+        starve()
+
+    run.step.build = build_and_starve
+    starve()
     run.fit()
-    assert run.state.exactness.breaks == ["step 3: 7 tiles became 14 for lack of memory"]
-    assert run.setup.batching.tiles == 14 and "out of memory at step 3" in (tmp_path / "log.txt").read_text()
+    tensors, _ = run.state.capture()
+    state = {f"{part}/{name}": t.clone() for part, found in tensors.items() for name, t in found.items()}
+    return state, run.state.exactness.breaks
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("recipe", ["Labelled", "Terms", "WithBatchNorm"])
+def test_a_tile_cut_for_memory_is_recorded(ranks, tmp_path: Path, recipe: str, step: int) -> None:
+    flags = [*TILED, "--n_steps", "5"]
+    alone, breaks = starved(World(), recipe, [*flags, "--out", str(tmp_path / "1")], 0, step)
+    assert breaks == [f"step {step + 1}: 7 tiles became 14 for lack of memory"]
+    for state, broken in ranks(2)(starved, recipe, [*flags, "--out", str(tmp_path / "2")], 1, step):
+        assert broken == breaks and differing(alone, state) == []
+
+
+def test_the_only_tile_cut_for_memory(tmp_path: Path) -> None:
+    """From then on there are sums, and a resumed run goes on with the same bits."""
+    flags = ["--exact", "--batch_size", "4", "--log_every", "1", "--ema_decay", "0.9"]
+    whole, breaks = starved(World(), "WithBatchNorm", [*flags, "--n_steps", "6", "--out", str(tmp_path / "a")], 0, 2)
+    assert breaks == ["step 3: 1 tiles became 2 for lack of memory"] and "exact/exponents" in whole
+    parts = [*flags, "--out", str(tmp_path / "b"), "--n_steps"]
+    starved(World(), "WithBatchNorm", [*parts, "4"], 0, 2)
+    resumed = exact_state(World(), "WithBatchNorm", [*parts, "6", "--resume", "auto"])
+    assert differing(whole, resumed) == []
+
+
+def with_extras(world: World, flags: list[str]) -> dict[str, Tensor]:
+    """The state of a run with parameters that the optimizer does not have and a BatchNorm layer that is not trained."""
+    run = trainer(world, "WithBatchNorm", flags)
+    group = run.update.optimizer.param_groups[0]
+    group["params"] = group["params"][2:]
+    run.update.parameters = run.update.parameters[2:]
+    train_mode = run.model.train
+
+    def train(mode: bool = True):
+        train_mode(mode)
+        run.model[1].eval()
+        return run.model
+
+    run.model.train = train
+    run.fit()
+    tensors, _ = run.state.capture()
+    return {f"{part}/{name}": t.clone() for part, found in tensors.items() for name, t in found.items()}
+
+
+def test_parameters_outside_the_optimizer_and_layers_in_evaluation_mode(ranks, tmp_path: Path) -> None:
+    flags = [*TILED, "--n_steps", "12"]
+    alone = with_extras(World(), [*flags, "--out", str(tmp_path / "1")])
+    assert torch.equal(alone["model/1.running_var"], torch.ones(16)), "a layer that is not trained keeps its statistics"
+    assert int(alone["model/1.num_batches_tracked"]) == 0
+    for state in ranks(2)(with_extras, [*flags, "--out", str(tmp_path / "2")]):
+        assert differing(alone, state) == []
 
 
 def test_an_operator_without_a_deterministic_version_is_named() -> None:
