@@ -51,7 +51,7 @@ class Sampler:
     def _sample_set(self, title: str, stem: str, settings: dict[str, Any]) -> list[Path]:
         world, recipe = self.evaluator.world, self.evaluator.recipe
         assert isinstance(recipe, Generates)
-        if existing := world.broadcast(self._existing(stem)):
+        if existing := world.broadcast(self._existing(stem) if world.is_main else None):
             return [path for path in existing if world.is_main]
         try:
             with self._shown(title):
@@ -86,7 +86,7 @@ class Sampler:
         """Return the recipe's scores, from the averaged weights, and a note; empty if this run has them already."""
         world, recipe = self.evaluator.world, self.evaluator.recipe
         assert isinstance(recipe, Scores)
-        if world.broadcast(self._score_file(step).is_file()):
+        if world.broadcast(world.is_main and self._score_file(step).is_file()):
             return {}, None
         model, averaged = self.evaluator.model, self.emas[0].applied() if self.emas else nullcontext()
         shown = self._shown(f"step {step}: scoring samples")
