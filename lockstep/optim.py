@@ -97,6 +97,8 @@ class Update:
         self.norm = torch.zeros((), device=device)
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self.most_bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
+        """Since the last log."""
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
         """The first step with a non-finite gradient since the last log, counted from 0; -1 for none."""
         self._skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -132,6 +134,7 @@ class Update:
         self.norm, self.bad_steps = norm, self.bad_steps + bad
         in_row = torch.where(bad, self.bad_in_row + 1, 0)
         self.bad_in_row = in_row if discard is None else torch.where(discard, self.bad_in_row, in_row)
+        self.most_bad_in_row = torch.maximum(self.most_bad_in_row, self.bad_in_row)
         self.first_bad = torch.where(bad & (self.first_bad < 0), step, self.first_bad)
         if self.scaler is not None:
             self.scaler.update(bad, discard)

@@ -144,7 +144,7 @@ class Trainer:
         values = self.step.loss_sums.means(self.world)
         self.world.activity.device_steps.clear()
         now, step, batching = time.perf_counter(), self.progress.step, self.setup.batching
-        bad_in_row, lr = int(self.update.bad_in_row), self.update.optimizer.param_groups[0]["lr"]
+        bad_in_row, lr = int(self.update.most_bad_in_row), self.update.optimizer.param_groups[0]["lr"]
         scale = self.precision.scaler.scale.item() if self.precision.scaler else None
         times = self.step_times.collect()
         self.check_ranks(
@@ -174,6 +174,7 @@ class Trainer:
         """Say which step was skipped, and once which of its samples are to blame; fail if there are too many."""
         step, optim = self.progress.step, self.config.optim
         self.update.first_bad.fill_(-1)
+        self.update.most_bad_in_row.zero_()
         text = f"the gradient was not finite at step {first + 1}: {skipped} of {step} steps skipped so far"
         if not self.bad_samples_searched:
             self.bad_samples_searched = True
@@ -182,7 +183,7 @@ class Trainer:
         self.say(text)
         advice = f"lower --lr, set --clip_grad, or look at the data. The weights are those of before: {self.folder}"
         if in_row >= optim.max_bad_steps:
-            raise Diverged(f"the gradient was not finite in the last {in_row} steps (up to step {step}); {advice}")
+            raise Diverged(f"the gradient was not finite in {in_row} steps in a row (up to step {step}); {advice}")
         counted = skipped - (FP16_OVERFLOWS if self.precision.scaler else 0)
         too_many = counted >= 5 and counted > optim.max_bad_share * step
         if too_many or skipped == step == self.setup.batching.n_steps:

@@ -67,3 +67,9 @@ def test_a_run_that_skipped_all_of_its_steps_has_trained_nothing(tmp_path: Path)
 def test_the_share_can_be_allowed(tmp_path: Path) -> None:
     outcome = lockstep.fit(ManyBad, n_steps=16, max_bad_share=1.0, out=str(tmp_path / "run"), **FLAGS)
     assert outcome.step == 16
+
+
+def test_bad_steps_in_a_row_stop_the_run_though_good_ones_follow_before_the_next_log(tmp_path: Path) -> None:
+    options = {"poison_from": 5, "poison_to": 8, "max_bad_steps": 3, "max_bad_share": 1.0}
+    with pytest.raises(Diverged, match=r"in 3 steps in a row \(up to step 12\)"):
+        lockstep.fit(tiny.Tiny, n_steps=12, out=str(tmp_path / "run"), **{**FLAGS, "log_every": 12}, **options)

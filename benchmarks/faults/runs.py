@@ -205,7 +205,7 @@ class Run:
         except (OSError, ValueError, KeyError) as error:
             return f"the end cannot be read: {type(error).__name__}: {error}"
         if any(fault.kind in (FULL_DISK, IMMUTABLE) for fault in self.result.faults):
-            wrong = [name for name in wrong if name not in ("losses", "samples")]
+            wrong = [name for name in wrong if name not in ("logged", "samples")]
         return f"{len(wrong)} differences from the undisturbed run, first {wrong[0]}" if wrong else ""
 
     def alive(self) -> list[psutil.Process]:
@@ -249,14 +249,14 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def content(out: Path, steps: int) -> dict[str, Any]:
-    """Return what must be equal at the end: the last checkpoint, the exported weights, logged losses and samples."""
+    """Return what must be equal at the end: the last checkpoint, the exported weights, logged steps and samples."""
     last = out / "checkpoints" / f"step-{steps:08d}"
     found: dict[str, Any] = {"state": json.loads((last / "state.json").read_text())}
     for file in itertools.chain(last.glob("*.safetensors"), out.glob("model*.safetensors")):
         for name, tensor in safetensors.torch.load_file(file).items():
             found[f"{file.name}/{name}"] = tensor
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    found["losses"] = [[line["step"], line["loss"]] for line in lines if "loss" in line]
+    found["logged"] = [line["step"] for line in lines if "loss" in line]
     found["samples"] = {file.name: file.read_text() for file in sorted((out / "samples").glob("*"))}
     for file in out.glob("model*.pth"):
         found |= {f"{file.name}/{name}": tensor for name, tensor in torch.load(file, weights_only=True).items()}

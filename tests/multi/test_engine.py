@@ -193,3 +193,15 @@ def timeout_of(world: World) -> float:
 
 def test_the_timeout_flag_reaches_the_process_groups(ranks) -> None:
     assert ranks(2)(timeout_of) == [[120.0, 120.0]] * 2
+
+
+def sampling(world: World, flags: list[str]) -> int:
+    """Rank 1 cannot list the samples: rank 0 may be moving them at that moment."""
+    run = trainer(world, "Generating", flags)
+    if world.rank == 1:
+        run.sampler._existing = lambda stem: (_ for _ in ()).throw(FileNotFoundError(stem))  # type: ignore[method-assign]
+    return run.fit().step
+
+
+def test_only_rank_0_looks_for_samples_that_were_made_before(ranks, tmp_path: Path) -> None:
+    assert ranks(2)(sampling, ["--n_steps", "4", "--sample_every", "2", "--out", str(tmp_path / "run")]) == [4, 4]
