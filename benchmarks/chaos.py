@@ -55,7 +55,7 @@ def fault(draw: random.Random, recipe: Recipe, workers: bool) -> Fault:
     if kind == "SIGSTOP" and target[kind] == "launcher":
         seconds = seconds or 0.5  # nothing can end a launcher that is stopped for ever
     most = {"start-up": 4, "step": 25, "checkpoint": 22, "evaluation": 8, "sampling": 2, "export": 2}[phase]
-    delay = 0.0 if draw.random() < 0.5 else draw.uniform(0.001, 0.05)
+    delay = 0.0 if kind == NAN or draw.random() < 0.5 else draw.uniform(0.001, 0.05)
     return Fault(kind, target[kind], phase, rank, draw.randint(1, most), delay, seconds, draw.getrandbits(30))
 
 

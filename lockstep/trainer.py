@@ -121,11 +121,12 @@ class Trainer:
         if not self.world.is_main:
             return
         request, step = self.setup.request, self.progress.step
+        started_before = self.setup.run_dir.resume_from or (self.folder / "receipt.json").exists()
         request.write(self.folder / "config.yaml")
         receipt = make_receipt(self.setup, self.state)
         receipt.write(self.folder / "receipt.json")
         receipt.show()
-        resumed = step if self.setup.run_dir.resume_from else None
+        resumed = step if started_before else None
         console = trackers.Console(self.setup.batching.n_steps, step)
         self.trackers = trackers.Trackers({"the console": lambda: console})  # for messages about the others
         makers = trackers.for_run(self.config.run, self.folder, console, request.flat(), resumed)

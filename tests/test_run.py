@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from engine import train, trainer
+from engine import lines, train, trainer
 
 from lockstep.checkpoint import load
 from lockstep.config import TrainConfig
@@ -238,6 +238,23 @@ def test_a_folder_named_like_markup_is_shown_as_it_is(capsys: pytest.CaptureFixt
 def test_a_start_that_failed_leaves_nothing_in_the_way() -> None:
     run_dir("--out", "here")  # and then the data are not there, say
     assert run_dir("--out", "here").resume_from is None
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_logs_each_step_once() -> None:
+    flags = ["--n_steps", "6", "--log_every", "2", "--out", "here", "--resume", "auto"]
+    failing = trainer(World(), "Tiny", flags)
+    step = failing.train_step
+
+    def fails_at_5() -> None:
+        if failing.progress.step == 4:
+            raise KeyError("a failure")
+        step()
+
+    failing.train_step = fails_at_5  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        failing.fit()
+    train(World(), "Tiny", flags)
+    assert [line["step"] for line in lines(Path("here")) if "loss" in line] == [2, 4, 6]
 
 
 def test_a_run_of_version_0_1_can_be_resumed() -> None:

@@ -33,7 +33,7 @@ FILLER = "filler"
 HOOKS: dict[str, list[tuple[Any, str]]] = {
     "start-up": [(rundir, "resolve_run_dir"), (trainer, "prepare"), (Trainer, "_open_trackers")],
     "checkpoint": [
-        (checkpoint, "_fill"), (checkpoint, "_flushed"), (checkpoint, "_swap"), (checkpoint.Checkpoints, "_delete_old"),
+        (checkpoint, "_fill"), (checkpoint, "flush"), (checkpoint, "_swap"), (checkpoint.Checkpoints, "_delete_old"),
     ],
     "evaluation": [(Evaluator, "_batch")],
     "sampling": [(Sampler, "_sample_set"), (Sampler, "_write")],
@@ -169,7 +169,8 @@ def _spoil_disk(fault: Fault, disk: Path) -> None:
             while True:
                 file.write(bytes(1 << 16))
     else:
-        folders = [str(f) for f in (disk / "run", *(disk / "run").glob("*/")) if f.is_dir()]
+        (disk / "run").mkdir(exist_ok=True)
+        folders = [str(folder) for folder in (disk / "run", *(disk / "run").glob("*/"))]
         clear = f"chattr -i {' '.join(folders)}"
         subprocess.run(["chattr", "+i", *folders], check=True)
     if fault.seconds:

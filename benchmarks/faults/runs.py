@@ -147,7 +147,8 @@ class Run:
         )
 
     def _start(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
-        variables = {PLAN: str(self.plan), "TMPDIR": str(self.folder / "tmp"), "LOCKSTEP_FAULT_CUT": self.link("down")}
+        variables = {PLAN: str(self.plan), "LOCKSTEP_FAULT_CUT": self.link("down")}
+        variables |= {"TMPDIR": str(self.folder / "tmp"), "XDG_STATE_HOME": str(self.folder / "state")}
         with log.open("w") as file:
             return subprocess.Popen(
                 command, cwd=self.folder, env=environment(**variables), stdout=file, stderr=file,
@@ -173,7 +174,9 @@ class Run:
             if words in " ".join(text.split()):
                 self.result.found[kind] = self.result.found.get(kind, 0) + 1
         if "Traceback" in text:
-            self.result.tracebacks.append(f"{[f'{f.kind} {f.target} {f.phase}' for f in new]}: {text[-600:]}")
+            self.result.tracebacks.append(
+                f"{[f'{f.kind} {f.target} {f.phase}' for f in new]}: {text[text.index('Traceback') :][:1500]}"
+            )
         if status and not new and not self.result.failure:
             self.result.failure = f"ended with status {status} without a fault: {text[-1500:]}"
 
