@@ -50,6 +50,16 @@ def test_endurance_finds_nothing_that_grows_or_collides() -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount small disks and cut links")
+def test_chaos_ends_with_the_bits_of_the_undisturbed_run_and_goes_on_from_its_state(tmp_path: Path) -> None:
+    flags = ["--seed", "7", "--state", str(tmp_path / "state.json")]
+    first = printed("chaos.py", "--faults", "1", "--jobs", "1", *flags)
+    summary = json.loads(first.splitlines()[-1])
+    assert summary["runs"] == summary["runs_equal_to_the_bit"] == 1 and summary["faults"] >= 1
+    assert printed("chaos.py", "--faults", "1", *flags) == first
+
+
 def test_every_benchmark_has_a_test_here() -> None:
     for path in BENCHMARKS.glob("*.py"):
         assert f'printed("{path.name}"' in Path(__file__).read_text(), path.name
