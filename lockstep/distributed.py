@@ -6,9 +6,11 @@ again. Without that environment the world has one rank, and every collective her
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -31,6 +34,8 @@ from .rendezvous import RendezvousError as RendezvousError
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 HANG_STATUS = 76
 """Exit status of a rank of a run that hangs: EX_PROTOCOL of sysexits.h."""
+LAUNCHER = "LOCKSTEP_LAUNCHER"
+"""The variable by which `launch` tells its ranks "<run id>/<process id>" of itself."""
 _FAILED = "lockstep/failed"
 SUCCEEDED = "lockstep/succeeded"
 """The key under which ranks that exit with status 0 are counted."""
@@ -257,6 +262,7 @@ def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None
     missing = [name for name in ENVIRONMENT if name not in os.environ and name != "LOCAL_RANK"]
     if missing:
         raise ValueError(f"RANK or WORLD_SIZE is set but not {', '.join(missing)}; torchrun sets them all")
+    _start_agent_monitor()
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank or 0))
     own_device = pick_device(device, local_rank)
     on_gpu, limit = own_device.type == "cuda", timedelta(seconds=timeout)
@@ -300,21 +306,46 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def _start_agent_monitor(period: float = 1.0) -> None:
+    """Start a thread that requests a stop when the agent that started this process is gone.
+
+    Nothing would ever stop or restart this process, and its store is gone too. During start-up SIGTERM ends it at once.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    agent, run = _agent(), os.environ["TORCHELASTIC_RUN_ID"]
+
+    def monitor() -> None:
+        while os.getppid() == agent:
+            threading.Event().wait(period)
+        for folder in Path(tempfile.gettempdir()).glob(f"{log_folder_prefix(run)}*"):
+            shutil.rmtree(folder, ignore_errors=True)  # of Lockstep's own launcher, which could not do it
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=monitor, name="lockstep-agent-monitor", daemon=True).start()
+
+
+def log_folder_prefix(run_id: str) -> str:
+    """Return how the name of the temporary folder begins that a launcher has for its agent."""
+    return f"lockstep-{run_id}-"
+
+
+def _agent() -> int:
+    """Return the process id of the agent; that of Lockstep's own launcher is known even if it has ended by now."""
+    run, _, pid = os.environ.get(LAUNCHER, "").partition("/")
+    return int(pid) if run == os.environ["TORCHELASTIC_RUN_ID"] else os.getppid()
+
+
 def _start_failure_monitor(store: dist.Store, timeout: float, period: float = 1.0, grace: float = 5.0) -> None:
     """Start a thread that exits this process when another rank has failed: the main thread may hang in a collective.
 
-    It exits too when the store has not answered for `timeout` seconds. If the agent that started this process is gone,
-    nothing would ever stop or restart it: that requests a stop.
+    It exits too when the store has not answered for `timeout` seconds.
     """
-    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def monitor() -> None:
         pause, unreachable = threading.Event(), 0
-        while unreachable < 2:  # the store is gone but the agent is not: the group was left in order
+        while unreachable < 2:  # the store is gone: the group was left in order, or the agent is gone
             pause.wait(period)
-            if agent is not None and os.getppid() != agent:  # its store is gone too
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
             try:
                 if answer_within(timeout, partial(store.check, [_FAILED])):
                     pause.wait(grace)

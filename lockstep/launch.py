@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .distributed import HANG_STATUS, SUCCEEDED
+from .distributed import HANG_STATUS, LAUNCHER, SUCCEEDED, log_folder_prefix
 from .rendezvous import LOOPBACK, loopback_store
 
 REQUEUE = 75
@@ -39,13 +39,15 @@ def start(nproc: int, command: list[str], max_restarts: int = 0, grace: int = 12
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks print what went wrong
+    run_id = uuid.uuid4().hex
+    os.environ[LAUNCHER] = f"{run_id}/{os.getpid()}"
     store = loopback_store(LOOPBACK, 0, timedelta(seconds=60))  # the agent shares it: it is that of its port
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as logs:
+    with tempfile.TemporaryDirectory(prefix=log_folder_prefix(run_id)) as logs:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
+            run_id=run_id,
             rdzv_backend="static",
             rdzv_endpoint=f"{LOOPBACK}:{store.port}",
             rdzv_configs={"rank": 0},

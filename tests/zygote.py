@@ -23,6 +23,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable
@@ -197,6 +198,7 @@ def _detach(request: Request, files: list[int], folder: Path) -> None:
     for name in set(os.environb) - set(request.environment):
         del os.environb[name]
     os.environb.update(request.environment)
+    tempfile.tempdir = None  # that of the zygote; TMPDIR may name another
     os.getppid = _parent_of(request.client, os.getppid)
     (folder / "pids" / str(request.client)).write_text(str(os.getpid()))
     numpy, torch = sys.modules["numpy"], sys.modules["torch"]

@@ -155,6 +155,29 @@ def test_ranks_whose_launcher_was_killed_end(tmp_path: Path) -> None:
     process.communicate(timeout=60)  # the ranks hold the pipe: it closes with the last of them
 
 
+KILLS_ITS_LAUNCHER = """
+import os
+import signal
+from tiny import Tiny
+
+class Killing(Tiny):
+    name = "killing"
+
+if os.environ.get("RANK") == "0":
+    os.kill(os.getppid(), signal.SIGKILL)
+"""
+
+
+def test_ranks_whose_launcher_was_killed_during_start_up_end(tmp_path: Path) -> None:
+    (tmp_path / "killing.py").write_text(KILLS_ITS_LAUNCHER)
+    (tmp_path / "tmp").mkdir()
+    command = ["lockstep", "train", "killing.py:Killing", "--nproc", "2", "--out", "here"]
+    process = started(command, tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    process.communicate(timeout=40)  # less than --timeout; the ranks hold the pipe
+    assert process.returncode == -signal.SIGKILL
+    assert not list((tmp_path / "tmp").iterdir())
+
+
 def test_resume_reads_no_data_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a run stands follows from its step: the first batch after step 10,000 costs as much as the first."""
     flags = ["--n_steps", "4", "--save_every", "0", "--out", str(tmp_path / "run")]
