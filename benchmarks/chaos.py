@@ -54,10 +54,12 @@ def fault(draw: random.Random, recipe: Recipe, workers: bool) -> Fault:
         choices = [f"rank {rank}", "launcher"] if phase == "start-up" else choices
         choices += ["worker", "worker"] if workers and phase in ("step", "evaluation", "checkpoint") else []
         target[kind] = draw.choice(choices)
-    if kind == "SIGSTOP" and target[kind] == "launcher":
-        seconds = seconds or 0.5  # nothing can end a launcher that is stopped for ever
+    if kind == "SIGSTOP" and (target[kind] == "launcher" or phase == "export"):
+        seconds = (
+            seconds or 0.5
+        )  # nothing ends a launcher that is stopped for ever, nor a rank after its last collective
     most = {"start-up": 4, "step": 25, "checkpoint": 22, "evaluation": 8, "sampling": 2, "export": 2}[phase]
-    delay = 0.0 if kind == NAN or draw.random() < 0.5 else draw.uniform(0.001, 0.05)
+    delay = 0.0 if kind == NAN or not seconds or draw.random() < 0.5 else draw.uniform(0.001, 0.05)
     return Fault(kind, target[kind], phase, rank, draw.randint(1, most), delay, seconds, draw.getrandbits(30))
 
 

@@ -151,15 +151,18 @@ class Injector:
         original(running)
         os.write(self.steps, b".")
         if fault and fault.kind == BIT_FLIP:
-            flip(running, fault.choice)
+            (self.plan / f"flipped-{self.number}").write_text(flip(running, fault.choice))
 
 
-def flip(running: Trainer, choice: int) -> None:
-    """Flip one bit of the weights, the buffers, the averages or the optimizer state of this rank."""
+def flip(running: Trainer, choice: int) -> str:
+    """Flip one bit of the weights, the buffers, the averages or the optimizer state of this rank; return which."""
     draw = random.Random(choice)
-    tensors = [t for t in running.state.replicated(set(), True).values() if t.dtype.itemsize == 4 and t.numel()]
-    words = draw.choice(tensors).detach().view(-1).view(torch.int32)
-    words[draw.randrange(len(words))] ^= 1 << draw.randrange(31)
+    tensors = running.state.replicated(set(), True)
+    name = draw.choice([name for name, tensor in tensors.items() if tensor.dtype.itemsize == 4 and tensor.numel()])
+    words = tensors[name].detach().view(-1).view(torch.int32)
+    bit = draw.randrange(31)
+    words[draw.randrange(len(words))] ^= 1 << bit
+    return f"{name}, bit {bit}"
 
 
 def _spoil_disk(fault: Fault, disk: Path) -> None:

@@ -76,6 +76,8 @@ class Result:
     seconds: float = 0.0
     failure: str = ""
     tracebacks: list[str] = field(default_factory=list)
+    flipped: list[str] = field(default_factory=list)
+    """Which tensors and bits."""
 
 
 class Run:
@@ -88,6 +90,8 @@ class Run:
         for path in (self.logs, folder / "tmp"):
             path.mkdir(parents=True)
         self.result = Result()
+        self.cut_short = False
+        """Whether a signal has ended the final evaluation or the last samples, which does not fail a complete run."""
 
     def complete(self, faults: list[Fault]) -> Result:
         """Cause the faults and start the run again and again until it is complete; return how it went."""
@@ -107,6 +111,7 @@ class Run:
         else:
             self.result.failure = "not complete after as many launches as there may be"
         self.result.faults = self.happened(faults)
+        self.result.flipped = [path.read_text() for path in sorted(self.plan.glob("flipped-*"))]
         counted = self.plan / "steps-0"
         self.result.steps = counted.stat().st_size if counted.exists() else 0
         self.result.useful, self.result.seconds = self.recipe.steps, time.monotonic() - started
@@ -173,6 +178,7 @@ class Run:
         for kind, words in FOUND.items():
             if words in " ".join(text.split()):
                 self.result.found[kind] = self.result.found.get(kind, 0) + 1
+        self.cut_short |= "training is complete, and the model is kept" in " ".join(text.split())
         if "Traceback" in text:
             self.result.tracebacks.append(
                 f"{[f'{f.kind} {f.target} {f.phase}' for f in new]}: {text[text.index('Traceback') :][:1500]}"
@@ -207,8 +213,10 @@ class Run:
             wrong = differences(reference, content(self.out, self.recipe.steps))
         except (OSError, ValueError, KeyError) as error:
             return f"the end cannot be read: {type(error).__name__}: {error}"
-        if any(fault.kind in (FULL_DISK, IMMUTABLE) for fault in self.result.faults):
-            wrong = [name for name in wrong if name not in ("logged", "samples")]
+        may_differ = ["evaluation"] * self.cut_short
+        if self.cut_short or any(fault.kind in (FULL_DISK, IMMUTABLE) for fault in self.result.faults):
+            may_differ += ["logged", "samples"]
+        wrong = [name for name in wrong if name not in may_differ]
         return f"{len(wrong)} differences from the undisturbed run, first {wrong[0]}" if wrong else ""
 
     def alive(self) -> list[psutil.Process]:
@@ -231,7 +239,7 @@ class Run:
         while (processes := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.1)
         hidden = [str(path.relative_to(self.out)) for path in self.out.rglob(".*")]
-        temporary = [f"tmp/{path.name}" for path in (self.folder / "tmp").iterdir()]
+        temporary = [f"tmp/{path.name}" for path in (self.folder / "tmp").glob("lockstep-*")]
         shared = [f"{path}" for pid in self._pids() for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
         return [*(" ".join(p.cmdline())[:80] for p in processes), *hidden, *temporary, *shared]
 
@@ -257,7 +265,11 @@ def small_disk(folder: Path) -> Iterator[None]:
 def content(out: Path, steps: int) -> dict[str, Any]:
     """Return what must be equal at the end: the last checkpoint, the exported weights, logged steps and samples."""
     last = out / "checkpoints" / f"step-{steps:08d}"
-    found: dict[str, Any] = {"state": json.loads((last / "state.json").read_text())}
+    state = json.loads((last / "state.json").read_text())
+    found: dict[str, Any] = {
+        "state": state,
+        "evaluation": [state["progress"].pop(n) for n in ("best", "bad_evaluations")],
+    }
     for file in itertools.chain(last.glob("*.safetensors"), out.glob("model*.safetensors")):
         for name, tensor in safetensors.torch.load_file(file).items():
             found[f"{file.name}/{name}"] = tensor
