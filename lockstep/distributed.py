@@ -313,13 +313,12 @@ def _start_agent_monitor(period: float = 1.0) -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    agent, run = _agent(), os.environ["TORCHELASTIC_RUN_ID"]
+    agent = _launcher() or os.getppid()
 
     def monitor() -> None:
         while os.getppid() == agent:
             threading.Event().wait(period)
-        for folder in Path(tempfile.gettempdir()).glob(f"{log_folder_prefix(run)}*"):
-            shutil.rmtree(folder, ignore_errors=True)  # of Lockstep's own launcher, which could not do it
+        remove_folder_of_dead_launcher()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=monitor, name="lockstep-agent-monitor", daemon=True).start()
@@ -330,10 +329,18 @@ def log_folder_prefix(run_id: str) -> str:
     return f"lockstep-{run_id}-"
 
 
-def _agent() -> int:
-    """Return the process id of the agent; that of Lockstep's own launcher is known even if it has ended by now."""
+def remove_folder_of_dead_launcher() -> None:
+    """Remove the temporary folder of Lockstep's own launcher, if that was killed and could not do it."""
+    launcher = _launcher()
+    if launcher is not None and os.getppid() != launcher:
+        for folder in Path(tempfile.gettempdir()).glob(f"{log_folder_prefix(os.environ['TORCHELASTIC_RUN_ID'])}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _launcher() -> int | None:
+    """Return the process id of Lockstep's own launcher, if that has started this process; it may have ended by now."""
     run, _, pid = os.environ.get(LAUNCHER, "").partition("/")
-    return int(pid) if run == os.environ["TORCHELASTIC_RUN_ID"] else os.getppid()
+    return int(pid) if pid and run == os.environ.get("TORCHELASTIC_RUN_ID") else None
 
 
 def _start_failure_monitor(store: dist.Store, timeout: float, period: float = 1.0, grace: float = 5.0) -> None:

@@ -2,11 +2,15 @@
 
 import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+TEMPORARY = re.compile(r"\..+\.(\d+)\.[0-9a-f]{32}\.tmp")
+"""The names of temporary files of `replacing`, with the number of the process that writes them."""
 
 
 @contextmanager
@@ -16,7 +20,7 @@ def replacing(path: Path) -> Iterator[Path]:
     A reader, and a process that is killed, finds the old file or the new one, never a part of it. Its mode follows
     the umask, whoever writes it.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.touch()
         mode = temporary.stat().st_mode

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from . import checkpoint
 from .config import Run
 from .distributed import World
-from .files import make_folder
+from .files import TEMPORARY, make_folder
 from .runlock import RunLock, start_time
 
 RUNS = Path("runs")
@@ -55,9 +55,19 @@ def open_run_dir(run: Run, name: str, world: World) -> Iterator[RunDir]:
     try:
         if world.on_main(lambda: _checkpoints(run_dir.path) != before):
             raise ValueError(f"another run has just written to {run_dir.path}; start again")
+        if world.is_main:
+            _remove_unfinished(run_dir.path)
         yield run_dir
     finally:
         lock.release()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove files that a killed process was writing beside those they were to replace."""
+    for path in (*folder.glob(".*.tmp"), *folder.glob("samples/.*.tmp")):
+        if (found := TEMPORARY.fullmatch(path.name)) and start_time(int(found[1])) is None:
+            with suppress(OSError):
+                path.unlink()
 
 
 def _checkpoints(folder: Path) -> list[str]:

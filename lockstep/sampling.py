@@ -112,6 +112,8 @@ class Sampler:
 
     def discard_after(self, step: int) -> None:
         """Delete what a run has made after the checkpoint it resumes from: it will make it again."""
+        with suppress(OSError):  # unless there is something in it
+            self.unfinished.rmdir()
         for path in self.folder.glob("step-*"):
             number = path.name.removeprefix("step-")[:8]
             if number.isdigit() and int(number) > step and path.is_file():

@@ -122,9 +122,12 @@ class Trainer:
             return
         request, step = self.setup.request, self.progress.step
         started_before = self.setup.run_dir.resume_from or (self.folder / "receipt.json").exists()
-        request.write(self.folder / "config.yaml")
         receipt = make_receipt(self.setup, self.state)
-        receipt.write(self.folder / "receipt.json")
+        try:
+            request.write(self.folder / "config.yaml")
+            receipt.write(self.folder / "receipt.json")
+        except OSError as error:
+            raise ValueError(f"cannot write to {self.folder}: {error.strerror}; choose another --out") from None
         receipt.show()
         resumed = step if started_before else None
         console = trackers.Console(self.setup.batching.n_steps, step)
@@ -293,11 +296,20 @@ class Trainer:
             if self.progress.step > self.resumed_step:
                 self._save_at_end(done)
             if done and self.world.is_main:
-                self.state.export(self.folder, self.setup.request.recipe.name)
+                self._export()
         if done:
             self._unless_stopped("the last samples and scores", partial(self._sample_and_score, at_end=True))
         self.step.close()
         return Outcome(self.progress.step, self.folder, self.model, self.metrics, stopped_by, self.sample_files)
+
+    def _export(self) -> None:
+        try:
+            self.state.export(self.folder, self.setup.request.recipe.name)
+        except Exception as error:  # torch and safetensors raise errors of their own where the disk is full
+            raise NotSaved(
+                f"training is complete, but the weights could not be written to {self.folder} ({error}); "
+                f"--resume {self.folder} writes them from the last checkpoint"
+            ) from None
 
     def _unless_stopped(self, name: str, work: Callable[[], None]) -> None:
         """Do what comes after the last step; a signal ends it on all ranks, and the run is complete all the same."""

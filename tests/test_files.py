@@ -9,8 +9,10 @@ import pytest
 import torch
 from engine import train
 
+from lockstep import rundir
+from lockstep.config import Run
 from lockstep.distributed import World
-from lockstep.files import replacing
+from lockstep.files import TEMPORARY, replacing
 from lockstep.runlock import RunLock
 
 
@@ -45,3 +47,17 @@ def test_a_file_that_is_replaced_keeps_its_old_content_until_the_new_one_is_whol
     with replacing(file) as temporary:
         torch.save({}, temporary)
     assert list(tmp_path.iterdir()) == [file] and file.read_bytes() != b"old"
+
+
+def test_a_resumed_run_removes_what_killed_processes_were_writing(tmp_path: Path) -> None:
+    train(World(), "Generating", ["--n_steps", "2", "--sample_every", "1", "--out", str(tmp_path)])
+    with replacing(tmp_path / "model.pth") as temporary:
+        found = TEMPORARY.fullmatch(temporary.name)
+        assert found and int(found[1]) == os.getpid()
+        dead = temporary.with_name(temporary.name.replace(f".{os.getpid()}.", ".999999999."))
+        dead.touch()
+        (tmp_path / "samples/.unfinished").mkdir()
+        with rundir.open_run_dir(Run(resume=str(tmp_path)), "tiny", World()):
+            assert temporary.exists() and not dead.exists()
+    train(World(), "Generating", ["--resume", str(tmp_path), "--n_steps", "3"])
+    assert not list(tmp_path.rglob(".*"))

@@ -1,5 +1,6 @@
 """Where runs go, what is resumed, and the receipt."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from lockstep.checkpoint import load
 from lockstep.config import TrainConfig
 from lockstep.distributed import World
 from lockstep.flags import parse
+from lockstep.outcome import NotSaved
 from lockstep.rundir import RunDir, find_config, resolve_run_dir
 
 
@@ -255,6 +257,25 @@ def test_a_run_that_failed_before_its_first_checkpoint_logs_each_step_once() -> 
         failing.fit()
     train(World(), "Tiny", flags)
     assert [line["step"] for line in lines(Path("here")) if "loss" in line] == [2, 4, 6]
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_is_full_at_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.flags.write_text", full_disk)
+    with pytest.raises(ValueError, match="cannot write to here: No space left on device"):
+        train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+
+
+def test_weights_that_could_not_be_written_are_written_when_the_run_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(NotSaved, match="training is complete, but the weights could"):
+        patch.setattr("lockstep.state.export", full_disk)
+        train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    assert not list(Path("here").glob("model*"))
+    train(World(), "Tiny", ["--resume", "here"])
+    assert Path("here/model.pth").exists() and Path("here/model.safetensors").exists()
 
 
 def test_a_run_of_version_0_1_can_be_resumed() -> None:

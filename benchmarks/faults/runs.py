@@ -30,7 +30,7 @@ DISK_MB = 24
 DEADLINE = 200
 """Seconds after which a launch has not ended by itself: more than a launcher waits for its ranks."""
 IN_USE = "is in use by process"
-FOUND = {BIT_FLIP: "no longer hold the same tensors", NAN: "the gradient was not finite"}
+FOUND = {BIT_FLIP: "no longer hold the same tensors", NAN: "the gradient was not finite in 1 steps in a row"}
 """What a run must say about a fault that it must refuse."""
 COMMON = ["--log_every", "5", "--save_every", "10", "--keep", "3", "--hang_timeout", "3", "--timeout", "20",
           "--max_bad_steps", "1", "--no_tensorboard", "--no_curves"]  # fmt: skip
@@ -72,7 +72,7 @@ class Result:
     """All steps that rank 0 has made."""
     useful: int = 0
     found: dict[str, int] = field(default_factory=dict)
-    """By kind, launches that ended with the message of a fault that must be refused."""
+    """By kind, how often a fault that must be refused was named."""
     seconds: float = 0.0
     failure: str = ""
     tracebacks: list[str] = field(default_factory=list)
@@ -176,8 +176,8 @@ class Run:
     def note(self, text: str, new: list[Fault], status: int) -> None:
         """Keep what this launch said; a launch that fails without a fault is a failure of the run."""
         for kind, words in FOUND.items():
-            if words in " ".join(text.split()):
-                self.result.found[kind] = self.result.found.get(kind, 0) + 1
+            if times := " ".join(text.split()).count(words):
+                self.result.found[kind] = self.result.found.get(kind, 0) + times
         self.cut_short |= "training is complete, and the model is kept" in " ".join(text.split())
         if "Traceback" in text:
             self.result.tracebacks.append(
