@@ -97,6 +97,7 @@ class Checkpoints:
             if best:
                 self._link("best", name)
             self._delete_old(name)
+            self._delete_unfinished({str(os.getpid())})  # where the folder was read-only for a while
         except Exception as error:
             what = "saving" if self.written is None else "deleting old checkpoints after"
             reason = f"{what} step {step} in {self.folder} failed ({type(error).__name__}: {error})"
@@ -132,16 +133,24 @@ class Checkpoints:
             (self.folder / name).rename(gone)  # in one step: half-deleted, it would look damaged
             shutil.rmtree(gone)
 
+    def _delete_unfinished(self, writers: set[str]) -> None:
+        """Delete what these processes have not finished to write or to delete, and do not write any more."""
+        for path in self.folder.iterdir() if writers else []:
+            with suppress(OSError):
+                if (unfinished := _UNFINISHED.fullmatch(path.name)) and unfinished[1] in writers:
+                    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
     def _recover(self) -> None:
         """Clean up after a process that was killed in the middle of a write."""
         others = {path.name for path in Path("/proc").glob("[0-9]*")} - {str(os.getpid())}  # a restart may reuse ours
-        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
+        paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        for path in paths:
             with suppress(OSError):  # loading ignores all of it, so a read-only folder does no harm
                 if replaced := _REPLACED.fullmatch(path.name):
                     target = self.folder / f"step-{replaced[1]}"
                     shutil.rmtree(path) if target.exists() else path.rename(target)
-                elif (unfinished := _UNFINISHED.fullmatch(path.name)) and unfinished[1] not in others:
-                    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        writers = {unfinished[1] for path in paths if (unfinished := _UNFINISHED.fullmatch(path.name))}
+        self._delete_unfinished(writers - others)
         if bests := [name for name in self._bests() if (self.folder / name).is_dir()]:
             self._link("best", max(bests))
 

@@ -396,6 +396,21 @@ def test_only_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
     check(newest(tmp_path, silent), 1)
 
 
+def test_what_a_read_only_folder_kept_is_removed_after_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        checkpoints.save(1, content(1), {})
+        checkpoints.wait()
+    assert checkpoints.failure() and everything(tmp_path) == [f".step-00000001.{os.getpid()}.tmp"]
+    checkpoints.save(2, content(2), {})
+    checkpoints.wait()
+    assert everything(tmp_path) == ["last", "step-00000002"]
+
+
 # ---- damage
 
 
