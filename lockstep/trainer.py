@@ -148,7 +148,7 @@ class Trainer:
         values = self.step.loss_sums.means(self.world)
         self.world.activity.device_steps.clear()
         now, step, batching = time.perf_counter(), self.progress.step, self.setup.batching
-        bad_in_row, lr = int(self.update.most_bad_in_row), self.update.optimizer.param_groups[0]["lr"]
+        lr = self.update.optimizer.param_groups[0]["lr"]
         scale = self.precision.scaler.scale.item() if self.precision.scaler else None
         times = self.step_times.collect()
         self.check_ranks(
@@ -168,15 +168,18 @@ class Trainer:
         self.trackers.log(step, values | slow)
         if note:
             self.say(note)
-        if (first_bad := int(self.update.first_bad)) >= 0:
-            self._report_bad_steps(first_bad, int(self.update.bad_steps), bad_in_row)
+        self._check_bad_steps()
         if self.world.is_main and (failure := self.checkpoints.failure()):
             self.say(failure)
         self._logged_at, self._logged_step = time.perf_counter(), step
 
-    def _report_bad_steps(self, first: int, skipped: int, in_row: int) -> None:
+    def _check_bad_steps(self) -> None:
         """Say which step was skipped, and once which of its samples are to blame; fail if there are too many."""
+        first = int(self.update.first_bad)
+        if first < 0:
+            return
         step, optim = self.progress.step, self.config.optim
+        skipped, in_row = int(self.update.bad_steps), int(self.update.most_bad_in_row)
         self.update.first_bad.fill_(-1)
         self.update.most_bad_in_row.zero_()
         text = f"the gradient was not finite at step {first + 1}: {skipped} of {step} steps skipped so far"
@@ -263,6 +266,7 @@ class Trainer:
         """Copy everything off the device and write it in the background. Every rank calls this."""
         self.step.confirm()
         self.check_ranks(everything=True)  # what is saved is right, and the ledger is at the step of the weights
+        self._check_bad_steps()  # a run that is stopped before its next log would not say it
         tensors, numbers = self.state.capture()
         is_best, self.progress.new_best = self.progress.new_best, False
         if not self.world.is_main:

@@ -1,13 +1,17 @@
 """Data that are not finite: said by sample, and never taken for a trained model."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from engine import trainer
 from torch import Tensor
 
 import lockstep
+from lockstep.distributed import World
 from lockstep.outcome import Diverged
 
 FLAGS = {"device": "cpu", "log_every": 4, "size": 64, "batch_size": 8}
@@ -73,3 +77,18 @@ def test_bad_steps_in_a_row_stop_the_run_though_good_ones_follow_before_the_next
     options = {"poison_from": 5, "poison_to": 8, "max_bad_steps": 3, "max_bad_share": 1.0}
     with pytest.raises(Diverged, match=r"in 3 steps in a row \(up to step 12\)"):
         lockstep.fit(tiny.Tiny, n_steps=12, out=str(tmp_path / "run"), **{**FLAGS, "log_every": 12}, **options)
+
+
+def test_a_bad_step_is_said_also_if_the_run_is_stopped_before_its_next_log(tmp_path: Path) -> None:
+    flags = ["--n_steps", "20", "--log_every", "10", "--poison_from", "2", "--poison_to", "3", "--out", str(tmp_path)]
+    run = trainer(World(), "Tiny", flags)
+    step = run.train_step
+
+    def stopped_at_5() -> None:
+        if run.progress.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step()
+
+    run.train_step = stopped_at_5  # type: ignore[method-assign]
+    assert run.fit().stopped_by == "SIGTERM"
+    assert "the gradient was not finite at step 3: 1 of 5 steps skipped so far" in (tmp_path / "log.txt").read_text()

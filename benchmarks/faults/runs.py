@@ -32,6 +32,8 @@ DEADLINE = 200
 IN_USE = "is in use by process"
 FOUND = {BIT_FLIP: "no longer hold the same tensors", NAN: "the gradient was not finite in 1 steps in a row"}
 """What a run must say about a fault that it must refuse."""
+CUT_SHORT = "training is complete, and the model is kept"
+"""What is said when a signal has ended the final evaluation or the last samples: the run is complete all the same."""
 COMMON = ["--log_every", "5", "--save_every", "10", "--keep", "3", "--hang_timeout", "3", "--timeout", "20",
           "--max_bad_steps", "1", "--no_tensorboard", "--no_curves"]  # fmt: skip
 
@@ -90,8 +92,6 @@ class Run:
         for path in (self.logs, folder / "tmp"):
             path.mkdir(parents=True)
         self.result = Result()
-        self.cut_short = False
-        """Whether a signal has ended the final evaluation or the last samples, which does not fail a complete run."""
 
     def complete(self, faults: list[Fault]) -> Result:
         """Cause the faults and start the run again and again until it is complete; return how it went."""
@@ -174,11 +174,7 @@ class Run:
             subprocess.run(self.link("up").split(), check=True)
 
     def note(self, text: str, new: list[Fault], status: int) -> None:
-        """Keep what this launch said; a launch that fails without a fault is a failure of the run."""
-        for kind, words in FOUND.items():
-            if times := " ".join(text.split()).count(words):
-                self.result.found[kind] = self.result.found.get(kind, 0) + times
-        self.cut_short |= "training is complete, and the model is kept" in " ".join(text.split())
+        """Keep tracebacks of this launch; a launch that fails without a fault is a failure of the run."""
         if "Traceback" in text:
             self.result.tracebacks.append(
                 f"{[f'{f.kind} {f.target} {f.phase}' for f in new]}: {text[text.index('Traceback') :][:1500]}"
@@ -207,14 +203,22 @@ class Run:
             file.write_bytes(data if how == "flip" else data[:place] if how == "truncate" else b"")
         return replace(fault, target=how)
 
+    def said(self) -> str:
+        """Return the output of all launches, which goes on a little after a launcher was killed."""
+        logs = sorted(self.logs.iterdir())
+        return " ".join(word for log in logs for word in log.read_text(errors="replace").split())
+
     def compare(self, reference: dict[str, Any]) -> str:
         """Return what differs from the undisturbed run; logs and samples may be missing where the disk failed."""
+        said = self.said()
+        self.result.found = {kind: said.count(words) for kind, words in FOUND.items()}
         try:
             wrong = differences(reference, content(self.out, self.recipe.steps))
         except (OSError, ValueError, KeyError) as error:
             return f"the end cannot be read: {type(error).__name__}: {error}"
-        may_differ = ["evaluation"] * self.cut_short
-        if self.cut_short or any(fault.kind in (FULL_DISK, IMMUTABLE) for fault in self.result.faults):
+        cut_short = CUT_SHORT in said
+        may_differ = ["evaluation"] * cut_short
+        if cut_short or any(fault.kind in (FULL_DISK, IMMUTABLE) for fault in self.result.faults):
             may_differ += ["logged", "samples"]
         wrong = [name for name in wrong if name not in may_differ]
         return f"{len(wrong)} differences from the undisturbed run, first {wrong[0]}" if wrong else ""
@@ -242,6 +246,16 @@ class Run:
         temporary = [f"tmp/{path.name}" for path in (self.folder / "tmp").glob("lockstep-*")]
         shared = [f"{path}" for pid in self._pids() for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
         return [*(" ".join(p.cmdline())[:80] for p in processes), *hidden, *temporary, *shared]
+
+    def left_behind_at_last(self) -> list[str]:
+        """Return the same; what could not be removed from an immutable folder is removed by the next launch."""
+        left = self.left_behind()
+        if left and any(fault.kind == IMMUTABLE for fault in self.result.faults):
+            for fault in self.plan.glob("fault-*"):
+                fault.unlink()
+            self.launch()
+            left = self.left_behind()
+        return left
 
     def _pids(self) -> list[str]:
         return [path.read_text() for path in self.plan.glob("pid-*")]
@@ -316,7 +330,7 @@ def disturbed(
         result = run.complete(faults)
         if not result.failure:
             result.failure = run.compare(reference)
-        if not result.failure and (left := run.left_behind()):
+        if not result.failure and (left := run.left_behind_at_last()):
             result.failure = f"left behind: {', '.join(left)}"
         if result.failure:
             kept = Path(os.environ.get("LOCKSTEP_FAULT_LOGS", "/tmp")) / f"chaos-failed-{folder.name}"
