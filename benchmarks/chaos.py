@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -196,6 +197,7 @@ def main() -> int:
     if os.geteuid() != 0:
         print("this benchmark fills, mounts and cuts: only root can do that", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the runs in progress end first, and are not counted
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as folder, zygote():
         campaign = Campaign(options.seed, options.state, Path(folder))
         campaign.go_on(options.faults, options.minutes, options.jobs)

@@ -329,9 +329,14 @@ def log_folder_prefix(run_id: str) -> str:
     return f"lockstep-{run_id}-"
 
 
-def remove_folder_of_dead_launcher() -> None:
-    """Remove the temporary folder of Lockstep's own launcher, if that was killed and could not do it."""
-    launcher = _launcher()
+def remove_folder_of_dead_launcher(patience: float = 0.0) -> None:
+    """Remove the temporary folder of Lockstep's own launcher, if that was killed and could not do it.
+
+    The connections of a process that is killed are closed a moment before it is gone: `patience` is for that moment.
+    """
+    launcher, deadline = _launcher(), time.monotonic() + patience
+    while os.getppid() == launcher and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
     if launcher is not None and os.getppid() != launcher:
         for folder in Path(tempfile.gettempdir()).glob(f"{log_folder_prefix(os.environ['TORCHELASTIC_RUN_ID'])}*"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine import train
 
-from lockstep import rundir
+from lockstep import distributed, rundir
 from lockstep.config import Run
 from lockstep.distributed import World
 from lockstep.files import TEMPORARY, replacing
@@ -61,3 +61,19 @@ def test_a_resumed_run_removes_what_killed_processes_were_writing(tmp_path: Path
             assert temporary.exists() and not dead.exists()
     train(World(), "Generating", ["--resume", str(tmp_path), "--n_steps", "3"])
     assert not list(tmp_path.rglob(".*"))
+
+
+def test_the_folder_of_a_launcher_that_is_just_ending_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents = iter([123, 123, 123])
+    monkeypatch.setenv(distributed.LAUNCHER, "job/123")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("os.getppid", lambda: next(parents, 1))
+    folder = tmp_path / f"{distributed.log_folder_prefix('job')}x"
+    folder.mkdir()
+    distributed.remove_folder_of_dead_launcher()
+    assert folder.exists()  # it still runs
+    distributed.remove_folder_of_dead_launcher(patience=10)
+    assert not folder.exists()
