@@ -2,6 +2,8 @@
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,12 +32,19 @@ DISK_FAULTS = [
 ]
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder near the root: loader processes listen on sockets below it, whose paths have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.timeout(280)
-def test_a_run_under_faults_ends_with_the_bits_of_the_undisturbed_one(tmp_path: Path) -> None:
-    reference = undisturbed(tmp_path / "undisturbed", CURVE)
-    result = disturbed(tmp_path / "faults", CURVE, ["--num_workers", "1"], FAULTS, reference, False)
+def test_a_run_under_faults_ends_with_the_bits_of_the_undisturbed_one(short_path: Path) -> None:
+    reference = undisturbed(short_path / "undisturbed", CURVE)
+    result = disturbed(short_path / "faults", CURVE, ["--num_workers", "1"], FAULTS, reference, False)
     assert not result.failure
     assert len(result.faults) >= 6 and {NAN, BIT_FLIP} <= result.found.keys()
     if os.geteuid() == 0:  # only root has a small disk to fill, and can make a folder immutable
-        result = disturbed(tmp_path / "disk", CURVE, [], DISK_FAULTS, reference, False)
+        result = disturbed(short_path / "disk", CURVE, [], DISK_FAULTS, reference, False)
         assert not result.failure and len(result.faults) == 3

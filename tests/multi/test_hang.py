@@ -74,7 +74,7 @@ STUCK_AT_12 = "def at(self, step):\n    if RANK == 1 and step == 12:\n        st
 def test_a_rank_in_an_endless_loop_is_named_with_its_line_and_where_the_others_wait(tmp_path: Path) -> None:
     script(tmp_path, STUCK_AT_12)
     said = hung(tmp_path, 2)
-    assert re.search(r"rank 1 is stuck in step 13 at .*train.py:\d+ in stuck: time.sleep\(0.01\)", said), said
+    assert re.search(r"rank 1 is stuck in step 12 at .*train.py:\d+ in stuck: time.sleep\(0.01\)", said), said
     assert re.search(r"rank 0 is in backward \(DDP sums the gradients there\) at .*step.py:\d+", said), said
     report = (tmp_path / "here/hang.txt").read_text()
     assert (
