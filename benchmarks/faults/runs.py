@@ -34,7 +34,7 @@ FOUND = {BIT_FLIP: "no longer hold the same tensors", NAN: "the gradient was not
 """What a run must say about a fault that it must refuse."""
 CUT_SHORT = "training is complete, and the model is kept"
 """What is said when a signal has ended the final evaluation or the last samples: the run is complete all the same."""
-COMMON = ["--log_every", "5", "--save_every", "10", "--keep", "3", "--hang_timeout", "3", "--timeout", "20",
+COMMON = ["--log_every", "5", "--save_every", "10", "--keep", "3", "--hang_timeout", "8", "--timeout", "20",
           "--max_bad_steps", "1", "--no_tensorboard", "--no_curves"]  # fmt: skip
 
 
