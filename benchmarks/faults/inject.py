@@ -94,7 +94,7 @@ class Injector:
         if fault is None or (fault.phase, fault.rank) != (phase, self.rank):
             return None
         self.calls += 1
-        if self.calls < fault.call or (fault.target == "worker" and not self._workers()):
+        if self.calls < fault.call or (fault.kind in SIGNALS and self._target(fault) is None):
             return None
         try:
             os.close(os.open(self.plan / f"done-{self.number}", os.O_CREAT | os.O_EXCL))
@@ -125,17 +125,28 @@ class Injector:
 
     def _send(self, number: signal.Signals, fault: Fault) -> None:
         pid = self._target(fault)
+        if pid is None:  # it has ended during the delay
+            return
         if number == signal.SIGSTOP and fault.seconds:
             _later(fault.seconds, f"kill -CONT {pid}")
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    def _target(self, fault: Fault) -> int:
-        if fault.target == "launcher":
-            return os.getppid()
+    def _target(self, fault: Fault) -> int | None:
+        """Return the process that a signal goes to; None if it has ended: its number may be another's by now."""
         if fault.target == "worker":
-            return self._workers()[0]
-        return int((self.plan / f"pid-{fault.target[-1]}").read_text())
+            found = self._workers()
+        elif fault.target == "launcher":
+            found = [os.getppid()]
+        else:
+            rank = 0 if fault.kind == DAMAGED else int(fault.target[-1])
+            found = [int((self.plan / f"pid-{rank}").read_text())]
+        return next((pid for pid in found if self._is_of_this_run(pid)), None)
+
+    def _is_of_this_run(self, pid: int) -> bool:
+        with suppress(OSError):
+            return Path(f"/proc/{pid}/cwd").readlink() == Path.cwd()
+        return False
 
     def _workers(self) -> list[int]:
         """Return the loader's processes of this rank."""
