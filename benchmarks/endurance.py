@@ -58,8 +58,7 @@ class Usage:
         process = psutil.Process()
         sizes = [path.lstat().st_size for path in folder.rglob("*")]
         memory = process.memory_info().rss / 2**20
-        threads = min(process.num_threads() for _ in range(200))  # one that was joined may not be gone in an instant
-        return cls(memory, process.num_fds(), threads, len(sizes), sum(sizes) / 2**20)
+        return cls(memory, process.num_fds(), settled_threads(process), len(sizes), sum(sizes) / 2**20)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:.6g}" for name, value in asdict(self).items())
@@ -69,6 +68,15 @@ class Usage:
         allowed = {"memory_mb": MEMORY_MB, "disk_mb": 0.01}  # steps have more digits later
         old, new = asdict(before), asdict(self)
         return [name for name in old if new[name] > old[name] + allowed.get(name, 0)]
+
+
+def settled_threads(process: psutil.Process) -> int:
+    """Return the fewest threads seen in half a second: one that was joined needs a time slice of its own to be gone."""
+    counts = []
+    for _ in range(50):
+        counts.append(process.num_threads())
+        time.sleep(0.01)
+    return min(counts)
 
 
 def rotate(number: int, folder: Path) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .batching import MicroBatch
 from .batchnorm import SyncBatchNorm, TileBatchNorm, TileStatistics
-from .distributed import World
+from .distributed import RunFailed, World
 from .exact import ExactSums
 from .loss import Objective
 
@@ -65,6 +65,7 @@ class Tiles:
 
     def __init__(self, model: nn.Module, sums: ExactSums, count: int, world: World):
         self.sums, self.statistics, self.world = sums, TileStatistics(model, count, world), world
+        self._model, self._buffers = model, {name: buffer.clone() for name, buffer in _own_buffers(model)}
         sums.set_tiles(count)
 
     def start_step(self) -> None:
@@ -73,6 +74,7 @@ class Tiles:
 
     def finish_gradients(self) -> Tensor:
         """Make the summed gradients ready for the optimizer; return whether they did not fit, on the device."""
+        self._check_buffers()
         self.sums.finish_step()
         return self.sums.overflow
 
@@ -84,6 +86,22 @@ class Tiles:
         self.statistics.record(number)
         if not last or self.world.size == 1:
             self.sums.add_local(last)
+
+    def _check_buffers(self) -> None:
+        """After the first step: refuse a model whose forward pass changes a buffer; each rank's tiles would differ."""
+        for name, buffer in _own_buffers(self._model) if self._buffers else ():
+            if not torch.equal(buffer.nan_to_num(), self._buffers[name].nan_to_num()):
+                raise RunFailed(
+                    f"--exact: a forward pass changes the buffer {name}, which would depend on the tiles of a rank; "
+                    "only BatchNorm may do that. Train without --exact, or change it in one place for all ranks"
+                )
+        self._buffers = {}
+
+
+def _own_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that are not BatchNorm's."""
+    modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, TileBatchNorm)]
+    return [(f"{name}.{n}".lstrip("."), b) for name, m in modules for n, b in m.named_buffers(recurse=False)]
 
 
 class Replica:

@@ -162,7 +162,9 @@ class Injector:
         original(running)
         os.write(self.steps, b".")
         if fault and fault.kind == BIT_FLIP:
-            (self.plan / f"flipped-{self.number}").write_text(flip(running, fault.choice))
+            flipped = flip(running, fault.choice)
+            with suppress(OSError):  # the disk may be full
+                (self.plan / f"flipped-{self.number}").write_text(flipped)
 
 
 def flip(running: Trainer, choice: int) -> str:

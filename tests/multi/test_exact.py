@@ -8,7 +8,7 @@ import torch
 from engine import lines, trainer
 from torch import Tensor
 
-from lockstep.distributed import World
+from lockstep.distributed import RunFailed, World
 from lockstep.exact import NotDeterministic, naming_operators
 
 TILED = ["--exact", "--batch_size", "4", "--global_batch_size", "28", "--log_every", "1", "--ema_decay", "0.9"]
@@ -229,3 +229,13 @@ def test_dropout_depends_on_the_tile_and_not_on_what_was_drawn_before(tmp_path: 
     first = exact_state(World(), "WithDropout", [*flags, str(tmp_path / "1")])
     torch.rand(1000)
     assert differing(first, exact_state(World(), "WithDropout", [*flags, str(tmp_path / "2")])) == []
+
+
+def test_a_buffer_that_a_forward_pass_changes_is_refused(tmp_path: Path) -> None:
+    run = trainer(World(), "Tiny", [*TILED, "--n_steps", "2", "--out", str(tmp_path)])
+    run.model.register_buffer("calls", torch.zeros(()))
+    run.model.register_buffer("fixed", torch.tensor([1.0, float("nan")]))
+    run.step.build()
+    run.model.register_forward_pre_hook(lambda *_: setattr(run.model, "calls", run.model.calls + 1))
+    with pytest.raises(RunFailed, match="--exact: a forward pass changes the buffer calls"):
+        run.fit()
