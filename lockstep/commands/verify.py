@@ -77,6 +77,8 @@ class Trace:
     """What one run did, step by step."""
 
     losses: list[float] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
+    """The losses, and what else the recipe's loss logs."""
     samples: list[list[int]] = field(default_factory=list)
     """For each step the (epoch, index) pairs of all ranks, flattened."""
     draws: list[dict[str, Any]] = field(default_factory=list)
@@ -129,11 +131,12 @@ def _ranks(world: int) -> str:
 def _report_bits(name: str, runs: list[str], traces: list[Trace], steps: int) -> int:
     first, parts = traces[0], list(traces[0].digests)
     table = Table(title=f"{name}: {steps} steps, bits compared with {runs[0]}")
-    for title in ("run", *parts, "losses", "verdict"):
+    for title in ("run", *parts, "logged", "verdict"):
         table.add_column(title)
     equal = True
     for label, trace in zip(runs[1:], traces[1:], strict=True):
-        checks = [trace.digests[part] == first.digests[part] for part in parts] + [trace.losses == first.losses]
+        checks = [trace.digests[part] == first.digests[part] for part in parts]
+        checks.append(json.dumps(trace.logged) == json.dumps(first.logged))  # as text, a NaN equals a NaN
         equal = equal and all(checks)
         table.add_row(label, *("equal" if c else "DIFFERENT" for c in checks), "ok" if all(checks) else "DIFFERENT")
     Console(width=None if sys.stdout.isatty() else 110).print(table)
@@ -262,7 +265,8 @@ def _worker(folder: Path) -> int:
             trainer.train_step()
             trainer.progress.step += 1
             trainer.step.confirm()
-            trace.losses.append(trainer.step.loss_sums.means(world)["loss"])
+            trace.logged.append(trainer.step.loss_sums.means(world))
+            trace.losses.append(trace.logged[-1]["loss"])
             used = [pair for part in trainer.step.samples_used for pair in zip(part.epoch, part.index, strict=True)]
             trainer.check_ranks()
             ranks = world.gather(([(int(e), int(i)) for e, i in used], recorder.collect()))
