@@ -32,6 +32,8 @@ FALL = 8
 """Bits by which the grid gets finer from one step to the next, at most: the next gradient may be large again."""
 DEPTH = 30
 """The finest grid is this many bits below that of the tensor with the largest gradient."""
+SHAPES = 64
+"""A compiled exact run has a graph for each shape of its input, up to this many."""
 INF = 0x7F800000
 """The bits of a float32 infinity; those of NaN are above, those of finite numbers below."""
 _NEVER = -(1 << 20)
@@ -75,18 +77,23 @@ class NotDeterministic(RunFailed):
 
 
 @contextmanager
-def naming_operators() -> Iterator[None]:
-    """Say in one line which operator of an exact run has no deterministic version."""
+def plain_errors() -> Iterator[None]:
+    """Say in one line which operator of an exact run has no deterministic version, or that it has too many shapes."""
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
         operator, found, _ = str(error).partition(" does not have a deterministic implementation")
-        if not found:
-            raise
-        raise NotDeterministic(
-            f"--exact: {operator.split()[-1]} has no deterministic version on this device; use another operator in the "
-            "model, or train without --exact"
-        ) from None
+        if found:
+            raise NotDeterministic(
+                f"--exact: {operator.split()[-1]} has no deterministic version on this device; use another operator in "
+                "the model, or train without --exact"
+            ) from None
+        if type(error).__name__ == "FailOnRecompileLimitHit":  # its module is imported where something is compiled
+            raise RunFailed(
+                f"--exact: more than {SHAPES} shapes of the input were compiled, each on its own; pad the input to "
+                "fewer shapes, or use --compile off"
+            ) from None
+        raise
 
 
 def _configure_compiler(exact: bool) -> None:
@@ -96,7 +103,7 @@ def _configure_compiler(exact: bool) -> None:
     inductor.deterministic = exact
     dynamo.optimize_ddp = not exact  # it cuts the graph where there are several ranks, and only there
     # Every shape has a graph of its own. Past the limit new shapes would not be compiled: which, depends on the rank.
-    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = (64, True) if exact else (8, False)
+    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = (SHAPES, True) if exact else (8, False)
 
 
 @dataclass

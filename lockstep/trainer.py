@@ -14,7 +14,7 @@ from pathlib import Path
 from . import activity, checkpoint, trackers
 from .distributed import StopSignals, World
 from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator
-from .exact import naming_operators
+from .exact import plain_errors
 from .flags import Request
 from .outcome import Diverged, NotSaved, Outcome
 from .receipt import make_receipt
@@ -55,12 +55,12 @@ class Trainer:
         self.trackers = trackers.Trackers({})
         if world.is_main:
             self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", self.config.run.keep)
-        with naming_operators():
+        with plain_errors():
             self.step = TrainStep(self.setup, self.state, self.step_times.gradients_ready, self.say)
 
     def train_step(self) -> None:
         """Make one optimizer update from one global batch, by all ranks."""
-        with naming_operators():
+        with plain_errors():
             self.stop_request = self.step.run(self.signals.received)
 
     def fit(self) -> Outcome:

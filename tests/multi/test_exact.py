@@ -9,7 +9,7 @@ from engine import lines, trainer
 from torch import Tensor
 
 from lockstep.distributed import RunFailed, World
-from lockstep.exact import NotDeterministic, naming_operators
+from lockstep.exact import NotDeterministic, plain_errors
 
 TILED = ["--exact", "--batch_size", "4", "--global_batch_size", "28", "--log_every", "1", "--ema_decay", "0.9"]
 """Seven tiles: on two, three and four ranks some have more than others."""
@@ -216,11 +216,11 @@ def test_parameters_outside_the_optimizer_and_layers_in_evaluation_mode(ranks, t
 
 
 def test_an_operator_without_a_deterministic_version_is_named() -> None:
-    with pytest.raises(NotDeterministic, match="--exact: put_ has no deterministic version"), naming_operators():
+    with pytest.raises(NotDeterministic, match="--exact: put_ has no deterministic version"), plain_errors():
         raise RuntimeError(
             "put_ does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'"
         )
-    with pytest.raises(RuntimeError, match="something else"), naming_operators():
+    with pytest.raises(RuntimeError, match="something else"), plain_errors():
         raise RuntimeError("something else")
 
 
