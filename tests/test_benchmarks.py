@@ -4,10 +4,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import environment
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -17,9 +17,8 @@ SMALL = ("--preset", "laptop", "--device", "cpu")
 
 def printed(name: str, *flags: str) -> str:
     """Return the output of a benchmark of micro-batches of 2. Its exit status is no matter: times mean nothing here."""
-    command = [sys.executable, str(BENCHMARKS / name), *flags]
-    environment = {**os.environ, "LOCKSTEP_SMOKE": "2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command, variables = ["python", str(BENCHMARKS / name), *flags], environment(LOCKSTEP_SMOKE="2")
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
 
