@@ -45,9 +45,9 @@ def test_the_laptop_preset_learns(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 def test_the_laptop_preset_of_masks_learns(tmp_path: Path) -> None:
-    fit("vision", tmp_path / "run", "--preset", "laptop_seg", "--n_steps", "350", "--eval_every", "350")
-    assert logged(tmp_path / "run", "val/miou")[-1] > 0.25  # it was 0.33; all background: 0.07
-    assert logged(tmp_path / "run", "val/dice")[-1] > 0.3  # it was 0.38; all background: 0.08
+    fit("vision", tmp_path / "run", "--preset", "laptop_seg", "--n_steps", "220", "--eval_every", "220")
+    assert logged(tmp_path / "run", "val/miou")[-1] > 0.17  # it was 0.23; all background: 0.07
+    assert logged(tmp_path / "run", "val/dice")[-1] > 0.17  # it was 0.24; all background: 0.08
 
 
 def example(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
