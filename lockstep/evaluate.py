@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .batching import MicroBatch
 from .distributed import RunFailed, World
 from .loader import Fetch, item_getter, to_device
-from .loss import Sums, loss_means, loss_sums
+from .loss import Sums, check_loss, loss_means, loss_sums
 from .recipe import Batch, Evaluates, Generates, Predicts, Recipe, SeveralTerms, Tests
 from .rng import Rng
 from .stream import Slice
@@ -108,7 +108,7 @@ class Evaluator:
         if isinstance(recipe, Evaluates):
             return recipe.evaluate_batch
         counts = recipe.term_counts if isinstance(recipe, SeveralTerms) else lambda batch, rng: {}
-        return lambda model, batch, rng: loss_sums(self.recipe.loss(model, batch, rng), counts(batch, rng))
+        return lambda model, batch, rng: loss_sums(check_loss(recipe.loss(model, batch, rng)), counts(batch, rng))
 
     def _batch(self, dataset: Any, numbers: list[int]) -> Batch:
         items = item_getter(dataset)(numbers)
@@ -185,7 +185,8 @@ class Evaluator:
     def _loss_of(self, item: MicroBatch) -> Tensor:
         item = to_device(item, self.world.device, torch.get_default_dtype())
         with self.autocast:
-            return self.recipe.loss(self.model, item.batch, Rng.of(self.seed, item.epochs, item.indices)).total
+            loss = self.recipe.loss(self.model, item.batch, Rng.of(self.seed, item.epochs, item.indices))
+        return loss.total
 
     @torch.no_grad()
     def predict(self, dataset: Any, batch_size: int) -> list[Any]:

@@ -69,6 +69,20 @@ class Loss:
         return Loss(torch.stack(list(terms.values())).sum(), samples, **terms)
 
 
+def check_loss(returned: Any) -> Loss:
+    """Return what a recipe's loss() returned; a ValueError that shows the right form if it is no loss."""
+    form = "return Loss(error.sum(), error.numel()) with `from lockstep import Loss`"
+    if not isinstance(returned, Loss):
+        raise ValueError(
+            f"loss() returned a {type(returned).__name__}, not a Loss: the sum over elements and how many there are. "
+            f"In place of `return error.mean()` write: {form}"
+        )
+    if not isinstance(returned.total, Tensor) or returned.total.numel() != 1:
+        shape = tuple(returned.total.shape) if isinstance(returned.total, Tensor) else type(returned.total).__name__
+        raise ValueError(f"the total of a Loss is a tensor with one number, not {shape}; for example: {form}")
+    return returned
+
+
 class Objective(nn.Module):
     """The module that the engine wraps and compiles: the model, and as its forward the recipe's loss."""
 
@@ -79,7 +93,8 @@ class Objective(nn.Module):
     def forward(
         self, batch: Any, epoch: Tensor, index: Tensor, per_sample: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, float | Tensor, dict[str, Tensor]]:
-        loss = self.loss(self.model, batch, Rng.of(self.seed, epoch, index)).by_sample(per_sample, len(index))
+        returned = self.loss(self.model, batch, Rng.of(self.seed, epoch, index))
+        loss = check_loss(returned).by_sample(per_sample, len(index))
         # Without their graph: what backward does not visit would stay in memory until the end of the step.
         weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
         return loss.total, weight, {name: value.detach() for name, value in loss.logs.items()}

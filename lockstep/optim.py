@@ -29,6 +29,17 @@ def build(optim: Optim, parameters: Iterable[nn.Parameter]) -> torch.optim.Optim
     return torch.optim.AdamW(parameters, optim.lr, betas, weight_decay=optim.weight_decay, fused=True)
 
 
+def check_optimizer(returned: Any) -> torch.optim.Optimizer | None:
+    """Return what a recipe's optimizer() returned; a ValueError that shows the right form if it is no optimizer."""
+    if returned is None or isinstance(returned, torch.optim.Optimizer):
+        return returned
+    raise ValueError(
+        f"optimizer() returned a {type(returned).__name__}, not one torch.optim.Optimizer (or None for that of the "
+        "flags). Settings that differ between parameters are groups of one optimizer: return torch.optim.AdamW("
+        '[{"params": backbone, "lr": 1e-5}, {"params": head, "lr": 1e-3}])'
+    )
+
+
 def scaled_lr(optim: Optim, global_batch: int) -> float:
     """Return the learning rate for this global batch: it follows the batch, never the number of GPUs."""
     ratio = global_batch / optim.base_batch_size

@@ -180,7 +180,7 @@ def _update(setup: Setup, model: nn.Module) -> optim.Update:
     settings = setup.config.optim
     if settings.schedule == "plateau" and (setup.validation is None or not setup.every("eval")):
         raise ValueError("--schedule plateau follows the evaluations: it needs --eval_every and a validation set")
-    optimizer = setup.recipe.optimizer(model) or optim.build(settings, model.parameters())
+    optimizer = optim.check_optimizer(setup.recipe.optimizer(model)) or optim.build(settings, model.parameters())
     ratio = optim.scaled_lr(settings, setup.batching.global_batch) / settings.lr if settings.lr else 1.0
     schedule = optim.Schedule(settings, setup.batching)
     return optim.Update(optimizer, schedule, ratio, settings.clip_grad, setup.precision.scaler, setup.world.device)

@@ -6,7 +6,7 @@ outcome = trainer.fit()
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ from .exact import plain_errors
 from .flags import Request
 from .outcome import Diverged, NotSaved, Outcome
 from .receipt import make_receipt
-from .recipe import Scores
+from .recipe import Evaluates, Scores
+from .registry import nearest
 from .rundir import RunDir
 from .sampling import Sampler
 from .setup import prepare
@@ -65,6 +66,7 @@ class Trainer:
 
     def fit(self) -> Outcome:
         """Train to the end, or until a stop is requested; then save everything."""
+        self._check_best_metric()
         self._open_trackers()
         try:
             return self._loop()
@@ -229,19 +231,42 @@ class Trainer:
         if self.setup.validation is None:
             return
         self.step.confirm()
-        batch_size, run = 2 * self.setup.batching.micro_batch, self.config.run
-        limit = 2 * batch_size * self.world.size if self.setup.request.smoke else None
-        emas = self.state.emas
+        emas, run = self.state.emas, self.config.run
         with self._between_steps(activity.EVALUATION), emas[0].applied() if emas else nullcontext():
-            values, _ = self.evaluator.evaluate(self.setup.validation, batch_size, limit)
+            values = self._metrics()
         self.metrics = values
         self.trackers.log(self.progress.step, {f"val/{name}": value for name, value in values.items()})
         if run.best_metric not in values and not self.setup.every("eval"):
             return
-        if run.best_metric not in values:
-            raise ValueError(f"best_metric is one of {', '.join(values)}, not {run.best_metric}")
+        if run.best_metric not in values:  # though the evaluation before the first step had it
+            self._save_at_end(final=False)
+            raise ValueError(_unknown_metric(run.best_metric, values))
         self.progress.evaluated(values[run.best_metric], run.best_mode, run.min_delta)
         self.update.schedule.evaluated(self.progress.bad_evaluations)
+
+    def _metrics(self, limit: int | None = None) -> dict[str, float]:
+        """Return the metrics on the validation set, or on its first `limit` samples."""
+        batch_size = 2 * self.setup.batching.micro_batch
+        if self.setup.request.smoke:
+            limit = limit or 2 * batch_size * self.world.size
+        return self.evaluator.evaluate(self.setup.validation, batch_size, limit)[0]
+
+    def _check_best_metric(self) -> None:
+        """Raise a ValueError if evaluations do not have the metric that decides which checkpoint is best.
+
+        Only an evaluation tells their names: one of a few samples, and if these do not suffice for it, of all.
+        """
+        name = self.config.run.best_metric
+        if self.setup.validation is None or not self.setup.every("eval"):
+            return
+        if name == "loss" and not isinstance(self.recipe, Evaluates):
+            return
+        with self.world.activity.during(activity.EVALUATION):
+            with suppress(Exception):  # metrics of a set that is too small; the same on all ranks
+                if name in self._metrics(limit=self.world.size):
+                    return
+            if name not in (values := self._metrics()):
+                raise ValueError(_unknown_metric(name, values))
 
     def _sample_and_score(self, at_end: bool = False) -> None:
         """Write the sample sets and scores that are due, by all ranks."""
@@ -323,3 +348,7 @@ class Trainer:
         except EvaluationStopped:
             by = signal.Signals(self.world.all_reduce_max(self.signals.received)).name
             self.say(f"{by} ended {name}; training is complete, and the model is kept")
+
+
+def _unknown_metric(name: str, values: Mapping[str, float]) -> str:
+    return f"best_metric is one of {', '.join(values)}, not {name}{nearest(name, values)}"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine import lines, trainer
+from torch import Tensor
 
 from lockstep.activity import SAMPLING
 from lockstep.distributed import World
@@ -101,18 +102,23 @@ def test_averaged_weights_are_put_back_after_an_exception(tmp_path: Path) -> Non
 def test_samples_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, error: Exception) -> None:
     run = trainer(World(), "Generating", [*FLAGS, "--sample_every", "4", "--out", str(tmp_path)])
 
-    def fail(*_: object) -> list[Path]:
-        if run.progress.step == 4:
+    def fail(samples: Tensor, stem: Path) -> list[Path]:
+        if run.progress.step == failing:
+            stem.with_suffix(".txt").write_text("the first")
             raise error
-        return save(*_)
+        return save(samples, stem)
 
-    save = run.recipe.save_samples
+    failing, save = 4, run.recipe.save_samples
     run.recipe.save_samples = fail  # type: ignore[method-assign]
     assert run.fit().step == 8
     said = (tmp_path / "log.txt").read_text()
     assert said.count("could not be written") == 4 and str(error) in said
     assert [line["failed_outputs"] for line in lines(tmp_path) if "failed_outputs" in line] == [0, 4]
     assert len([name for name in names(tmp_path) if "00000008" in name]) == 9
+
+    failing, run = 8, trainer(World(), "Generating", [*FLAGS, "--sample_every", "8", "--out", str(tmp_path / "last")])
+    run.recipe.save_samples = fail  # type: ignore[method-assign]
+    assert run.fit().step == 8 and not (tmp_path / "last" / "samples" / ".unfinished").exists()
 
 
 def test_a_score_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
