@@ -168,11 +168,17 @@ def _kill_if_hung(agent: int) -> None:
     subprocess.Popen(["sh", "-c", script + "kill -9 $0", str(agent)], start_new_session=True)
 
 
-def report_success() -> None:
-    """Count this rank as one that exits with status 0: a launcher that a signal has reached looks it up."""
-    if isinstance(_failures, dist.PrefixStore):
-        with suppress(Exception):  # the launcher, and its store, have ended
+def report_success() -> bool:
+    """Count this rank as one that exits with status 0: a launcher that a signal has reached looks it up.
+
+    Return whether the launcher, which has the store, answers.
+    """
+    try:
+        if isinstance(_failures, dist.PrefixStore):
             answer_within(STORE_SECONDS, partial(_failures.underlying_store.add, SUCCEEDED, 1))
+        return True
+    except Exception:
+        return False
 
 
 def answer_within(seconds: float, call: Callable[[], Answer]) -> Answer:

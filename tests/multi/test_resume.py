@@ -156,22 +156,28 @@ def test_ranks_whose_launcher_was_killed_end(tmp_path: Path) -> None:
 
 
 KILLS_ITS_LAUNCHER = """
+import atexit
 import os
 import signal
+import time
 from tiny import Tiny
 
 class Killing(Tiny):
     name = "killing"
 
-if os.environ.get("RANK") == "0":
-    os.kill(os.getppid(), signal.SIGKILL)
+def kill():
+    if os.environ.get("RANK") == "0":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(0.3)
+
 """
 
 
-def test_ranks_whose_launcher_was_killed_during_start_up_end(tmp_path: Path) -> None:
-    (tmp_path / "killing.py").write_text(KILLS_ITS_LAUNCHER)
+@pytest.mark.parametrize("when", ["kill()", "atexit.register(kill)"])
+def test_ranks_whose_launcher_was_killed_at_the_start_or_the_end_leave_nothing(tmp_path: Path, when: str) -> None:
+    (tmp_path / "killing.py").write_text(KILLS_ITS_LAUNCHER + when)
     (tmp_path / "tmp").mkdir()
-    command = ["lockstep", "train", "killing.py:Killing", "--nproc", "2", "--out", "here"]
+    command = ["lockstep", "train", "killing.py:Killing", "--nproc", "2", "--n_steps", "2", "--out", "here"]
     process = started(command, tmp_path, TMPDIR=str(tmp_path / "tmp"))
     process.communicate(timeout=40)  # less than --timeout; the ranks hold the pipe
     assert process.returncode == -signal.SIGKILL
