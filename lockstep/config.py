@@ -150,6 +150,10 @@ class Hardware:
     """torch.compile the objective; auto: on a GPU."""
     exact: bool = False
     """The same bits on any number of ranks: gradients are summed without rounding, kernels are deterministic."""
+    spot_check_every: int | None = None
+    """Steps between two spot checks of an exact run: each rank repeats another's tile. By default 1 in 200 tiles."""
+    on_corruption: Literal["stop", "heal", "warn"] = "stop"
+    """What to do when a rank computes wrongly or holds other tensors than the rest; heal: copy, and redo the step."""
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
     max_restarts: int = 0
@@ -170,6 +174,7 @@ class Hardware:
     def __post_init__(self) -> None:
         valid = self.nproc == "auto" or (self.nproc.isdigit() and int(self.nproc) >= 1)
         check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
+        check((self.spot_check_every or 0) >= 0, "spot_check_every is at least 0 (0: never)", self.spot_check_every)
         check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
         check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
         wide = self.exact and self.precision == "fp64"
@@ -184,6 +189,9 @@ class Hardware:
         """Return, by flag, why it has no effect in such a run."""
         return _unused(
             ("max_restarts", not facts.has_agent, "there is one process, and no agent to restart it"),
+            ("spot_check_every", not self.exact, "the run is not exact (--exact)"),
+            ("spot_check_every", facts.world_size == 1, "there is one rank, and no other to repeat its tiles"),
+            ("on_corruption", facts.world_size == 1, "there is one rank, and no other to compare it with"),
             ("sync_bn", self.exact, "in an exact run BatchNorm has the statistics of a tile"),
             ("use_amp", self.use_amp and facts.on_cpu, "on a CPU it is slower; --precision bf16 turns it on"),
             ("world_size", self.world_size != facts.world_size, f"the environment says {facts.world_size}"),

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -115,9 +115,12 @@ class Exactness:
     breaks: list[str] = field(default_factory=list)
     """From each of these on, the bits are no longer those of a run without it."""
 
+    def record(self, why: str) -> None:
+        self.breaks.append(why)
+
     def cut_tiles(self, tiles: int, step: int) -> None:
         """Record that memory did not suffice for a tile at `step`, and into how many the batch is cut from there on."""
-        self.breaks.append(f"step {step}: {self.tiles} tiles became {tiles} for lack of memory")
+        self.record(f"step {step}: {self.tiles} tiles became {tiles} for lack of memory")
         self.tiles = tiles
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,6 +144,15 @@ def environment(world: World) -> dict[str, str]:
     return found | {"CPU": torch.backends.cpu.get_cpu_capability()}
 
 
+class Observer(Protocol):
+    """What is told of the gradients of a step on their way into the sums."""
+
+    def start_step(self) -> None: ...
+    def start_tile(self, number: int) -> None: ...
+    def add_tile(self, gradients: Numbered, scales: Tensor) -> None: ...
+    def add_sums(self, integers: Numbered) -> None: ...
+
+
 class ExactSums:
     """The sums of the gradients of one step, and the grid they are rounded onto."""
 
@@ -159,6 +171,7 @@ class ExactSums:
         self._integers: dict[int, Tensor] = {}
         """What tiles before the last have added up, by number of the parameter."""
         self._add, self._to_floats = _kernels(device)
+        self.observer: Observer | None = None
         self.start_step()
 
     def set_tiles(self, tiles: int) -> None:
@@ -170,21 +183,25 @@ class ExactSums:
         self.largest.zero_()
         self._integers = {}
         self._exponents_in_use = self._grid()
-        self._scales = _power_of_two(self.bits - HEADROOM - self._exponents_in_use)
+        self.scales = _power_of_two(self.bits - HEADROOM - self._exponents_in_use)
+        if self.observer is not None:
+            self.observer.start_step()
 
     def add(self, gradients: Numbered, last: bool) -> None:
         """Add one tile's gradients. With the last tile's, the sum is written as int32 into their own memory."""
+        if self.observer is not None:
+            self.observer.add_tile(gradients, self.scales)
         totals = [
             gradient.view(torch.int32) if last else self._integers.get(i, torch.empty_like(gradient, dtype=torch.int32))
             for i, gradient in gradients
         ]
-        self._add(gradients, [self._integers.get(i) for i, _ in gradients], totals, self._scales, self.largest)
+        self._add(gradients, [self._integers.get(i) for i, _ in gradients], totals, self.scales, self.largest)
         if not last:
             self._integers |= {i: total for (i, _), total in zip(gradients, totals, strict=True)}
 
     def add_local(self, last: bool) -> None:
         """Add the gradients that a backward pass has left in the parameters of this rank."""
-        self.add(self._gradients(), last)
+        self.add(self.gradients(), last)
         for i, parameter in enumerate(self.parameters):
             if not last:
                 parameter.grad = None
@@ -195,18 +212,26 @@ class ExactSums:
         """Turn the integers in the parameters' gradients into floats, and make the next grid."""
         if self.world.size > 1:
             dist.all_reduce(self.largest, dist.ReduceOp.MAX)
-        finite, limit = (self.largest < INF).all(), 0.99 * 2.0**self.bits
+        finite = (self.largest < INF).all()
         units = _power_of_two(self._exponents_in_use + HEADROOM - self.bits)
-        self._to_floats(self._gradients(), torch.where(finite, units, torch.nan))
+        self._to_floats(self.gradients(), torch.where(finite, units, torch.nan))
         first = (self.exponents < _NEVER // 2) & (self.largest > 0)  # a guess was the grid of these
         self._align_gradients()
-        self.overflow = finite & (first | (self.largest.view(torch.float32) * self._scales >= limit)).any()
+        self.overflow = finite & (first.any() | ~self.fits())
         """On the device: all gradients are finite, but some do not fit the grid. All ranks see the same."""
         self._follow()
         self._overflow_on_host = self.overflow.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if self.world.device.type == "cuda" else None
         if self._copied is not None:
             self._copied.record()
+
+    def fits(self) -> Tensor:
+        """Return whether all gradients so far fit the grid, on the device; one that is not finite does not."""
+        return (self.largest.view(torch.float32) * self.scales < 0.99 * 2.0**self.bits).all()
+
+    def integers(self) -> Numbered:
+        """Return what is in the parameters' gradients between the all-reduce and `finish_step`."""
+        return [(i, gradient.view(torch.int32)) for i, gradient in self.gradients()]
 
     def overflowed(self) -> bool:
         """Return whether the last step is to be done again; waits until the device has come to its end."""
@@ -240,7 +265,7 @@ class ExactSums:
             if parameter.grad is not None and parameter.grad.data_ptr() % 16:
                 parameter.grad = parameter.grad.clone()
 
-    def _gradients(self) -> Numbered:
+    def gradients(self) -> Numbered:
         return [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
 
     def state_dict(self) -> dict[str, Tensor]:

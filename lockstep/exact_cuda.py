@@ -1,4 +1,4 @@
-"""The two passes over all gradients that exact sums need, each one kernel for all tensors together."""
+"""The passes over all gradients that exact sums and their checksums need, each one kernel for all tensors together."""
 
 from functools import lru_cache
 
@@ -62,6 +62,39 @@ def to_floats(gradients: Numbered, units: Tensor) -> None:
         rows = tuple((g.data_ptr(), g.numel(), i) for i, g in gradients)
         table, chunks, count = _tables(rows, units.device)
         _float_kernel[(count,)](table, chunks, units, chunk=_CHUNK)
+
+
+@triton.jit
+def _checksum_kernel(  # type: ignore[no-untyped-def]
+    table, chunks, scales, totals, positions, blocks, floats: tl.constexpr, chunk: tl.constexpr, block: tl.constexpr
+):
+    """table: rows of 3 numbers (tensor, elements, number). A chunk lies within one block."""
+    row = tl.load(chunks + 2 * tl.program_id(0)) * 3
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1)
+    lane = tl.arange(0, chunk)
+    address = tl.load(table + row)
+    inside = start + lane < tl.load(table + row + 1)
+    number = tl.load(table + row + 2)
+    if floats:
+        x = tl.load(address.to(tl.pointer_type(tl.float32)) + start + lane, inside, other=0.0)
+        integers = libdevice.rint(x * tl.load(scales + number)).to(tl.int32)
+    else:
+        integers = tl.load(address.to(tl.pointer_type(tl.int32)) + start + lane, inside, other=0)
+    products = integers.to(tl.int64) * tl.load(positions + start % block + lane)
+    tl.atomic_add(totals + number, tl.sum(products, 0) * tl.load(blocks + start // block))
+
+
+def add_checksums(tensors: Numbered, totals: Tensor, scales: Tensor | None, positions: Tensor, blocks: Tensor) -> None:
+    """Add to each total the sum of the tensor's integers, or of its floats times scale, each times two weights.
+
+    The weight of an element's position in its block, of `len(positions)` elements, and the weight of the block.
+    """
+    if tensors:
+        table, chunks, count = _tables(tuple((t.data_ptr(), t.numel(), i) for i, t in tensors), totals.device)
+        _checksum_kernel[(count,)](
+            table, chunks, totals if scales is None else scales, totals, positions, blocks,
+            floats=scales is not None, chunk=_CHUNK, block=len(positions),
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ import itertools
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,16 +64,19 @@ class Loader:
         first_step: int,
         workers: int | None,
         dtype: torch.dtype,
+        repeats: Callable[[int], Sequence[int]] = lambda _: (),
     ):
+        """`repeats`: the other ranks' tiles that this rank gets too in a step; they come before its own."""
         workers = default_workers(world.device) if workers is None else workers
         own = batching.own(world.rank)
         steps = (
-            stream.tiles(step, own, batching.tiles)
+            zip(numbers, stream.tiles(step, numbers, batching.tiles), strict=True)
             if batching.tiles
-            else stream.micro_batches(step, world.rank, world.size, batching.accumulation)
+            else zip(own, stream.micro_batches(step, world.rank, world.size, batching.accumulation), strict=True)
             for step in itertools.count(first_step)
+            for numbers in [[*repeats(step), *own]]
         )
-        requests = ((samples, n, n == own[-1]) for step in steps for n, samples in zip(own, step, strict=True))
+        requests = ((samples, n, n == own[-1]) for step in steps for n, samples in step)
         self._batches = iter(
             DataLoader(
                 Fetch(recipe, dataset, stream.seed),  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ batch, and this file is the only place that does. In one step, in this order:
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -165,6 +166,15 @@ class Normalizer:
                 "return it as a tensor"
             )
         return total * (factor / self.weight_per_sample)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Drop, after the block, the weights of micro-batches that went through the model in it."""
+        weights, self._weights = self._weights, {}
+        try:
+            yield
+        finally:
+            self._weights = weights
 
     def gradient_factor(self) -> Tensor | None:
         """Return what the summed gradients are still to be multiplied by; None if they are right already."""

@@ -4,8 +4,8 @@ The only file that names DistributedDataParallel.
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +53,10 @@ def _sum_bucket(buckets: Buckets, bucket: dist.GradBucket) -> torch.futures.Futu
     summed = bucket.buffer().detach()
     if buckets.sums is not None:
         numbers = [buckets.sums.number[parameter] for parameter in bucket.parameters()]
-        buckets.sums.add(list(zip(numbers, bucket.gradients(), strict=True)), last=True)
+        gradients = list(zip(numbers, bucket.gradients(), strict=True))
+        buckets.sums.add(gradients, last=True)
+        if buckets.sums.observer is not None:
+            buckets.sums.observer.add_sums([(i, gradient.view(torch.int32)) for i, gradient in gradients])
         summed = summed.view(torch.int32)
     buckets.layout[bucket.index()] = summed
     work = dist.all_reduce(summed, async_op=True)
@@ -80,6 +83,10 @@ class Tiles:
 
     def finish_statistics(self, skipped: Tensor) -> None:
         self.statistics.finish_step(skipped)
+
+    def start_tile(self, number: int) -> None:
+        if self.sums.observer is not None:
+            self.sums.observer.start_tile(number)
 
     def finish_tile(self, number: int, last: bool) -> None:
         """Take the gradients that a backward pass has made; DDP's hook has added those of the last tile."""
@@ -155,12 +162,26 @@ class Replica:
         self, micro: MicroBatch, per_sample: dict[str, Tensor] | None, autocast: AbstractContextManager[Any]
     ) -> None:
         """Make three passes, forward and backward, that change neither weights nor buffers nor generators."""
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.model.train()
-        with torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else []):
+        with self.unchanged():
             for _ in range(3):
                 with autocast:
                     total, *_ = self.forward(micro.batch, micro.epochs, micro.indices, per_sample)
                 (total * 0).backward()
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(buffers[name])
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Put back, after the block, what passes in it do to gradients, buffers and generators."""
+        parameters = list(self.model.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with torch.random.fork_rng([self.world.device] if self.world.device.type == "cuda" else []):
+                yield
+        finally:
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(buffers[name])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient

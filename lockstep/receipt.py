@@ -82,7 +82,7 @@ def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
         ("learning rate", _learning_rate(setup.config.optim, state.update)),
         ("optimizer", f"{type(state.update.optimizer).__name__}, averages: {[e.decay for e in state.emas] or 'none'}"),
         ("precision", f"{setup.precision.name}, {'compiled' if setup.compiled else 'not compiled'}"),
-        ("exact", _exactness(state.exactness, b)),
+        ("exact", _exactness(state.exactness, b) + _spot_checks(setup.spot_check_every)),
         ("folder", str(setup.run_dir.path)),
     ]
     return rows + ([("resumes", f"{resume_from} at step {state.progress.step}")] if resume_from else [])
@@ -102,6 +102,10 @@ def _exactness(exactness: Exactness | None, batching: Batching) -> str:
         f"{batching.tiles} tile(s) of {batching.micro_batch}, on {kernels}; another of these, or a tile cut for lack "
         "of memory, gives other bits"
     )
+
+
+def _spot_checks(every: int) -> str:
+    return f"; every {every} step(s) each rank repeats a tile of another one" if every else ""
 
 
 def _learning_rate(settings: Optim, update: Update) -> str:

@@ -25,6 +25,7 @@ from .state import Progress, TrainState
 from .watch import Watch
 from .watch.data import DataWatch
 from .watch.ledger import Ledger
+from .watch.spot import TILES_PER_CHECK
 
 
 @dataclass
@@ -56,6 +57,14 @@ class Setup:
     def every(self, what: str) -> int:
         """Return the steps between two times that `eval`, `save` or `sample` is due; 0 for never."""
         return self.batching.every(getattr(self.config.run, f"{what}_every"))
+
+    @property
+    def spot_check_every(self) -> int:
+        """The steps between two spot checks; 0 for none."""
+        if not self.in_tiles or self.world.size == 1:
+            return 0
+        asked = self.config.hardware.spot_check_every
+        return -(-TILES_PER_CHECK // self.batching.accumulation) if asked is None else asked
 
     def normalizer(self) -> Normalizer:
         term_counts = self.recipe.term_counts if isinstance(self.recipe, SeveralTerms) else None
@@ -118,7 +127,11 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
         sum_exactly(setup, state)
     own = batchnorm.has_batch_norm(model) and not (sync_bn or setup.in_tiles)
     own_statistics = set(dict(model.named_buffers())) if own else set()
-    watch = Watch(world, lambda everything: state.replicated(own_statistics, everything), ledger, data_watch)
+    record = exactness.record if exactness else lambda _: None
+    watch = Watch(
+        world, lambda everything: state.replicated(own_statistics, everything), ledger, data_watch,
+        config.hardware.on_corruption, record,
+    )  # fmt: skip
     if saved:
         _check_same_run(saved, seed, size)
         state.restore(saved)

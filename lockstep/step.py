@@ -7,17 +7,22 @@ device. A step counts (in averages, logged values and the ledger) once that is k
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from . import loader
 from .batching import MicroBatch
+from .exact import Numbered
 from .loss import ExactLossSums, Finished, LossSums, Objective
 from .outcome import OutOfMemory
 from .parallel import Replica, Tiles
 from .setup import Setup, sum_exactly
 from .state import TrainState
 from .stream import Slice, Stream
+from .watch import Watch
+from .watch.spot import Schedule, SpotChecks
 
 OUT_OF_MEMORY = 1000
 """A stop request more urgent than any signal's number."""
@@ -26,8 +31,15 @@ OUT_OF_MEMORY = 1000
 class TrainStep:
     """The step, and what it runs on: stream, loader, replica."""
 
-    def __init__(self, setup: Setup, state: TrainState, on_gradients: Callable[[], None], say: Callable[[str], None]):
-        self.setup, self.state, self.on_gradients, self.say = setup, state, on_gradients, say
+    def __init__(
+        self,
+        setup: Setup,
+        state: TrainState,
+        watch: Watch,
+        on_gradients: Callable[[], None],
+        say: Callable[[str], None],
+    ):
+        self.setup, self.state, self.watch, self.on_gradients, self.say = setup, state, watch, on_gradients, say
         self.world, self.precision, self.seed = setup.world, setup.precision, setup.config.data.seed
         batching = setup.batching
         costs = setup.recipe.sample_costs(setup.data)
@@ -38,6 +50,8 @@ class TrainStep:
         """Since the last check of the ledger."""
         self._unconfirmed: tuple[int, list[MicroBatch], list[Finished]] | None = None
         """Of an exact run: the last step, until it is known that its gradients fitted the grid."""
+        self._per_sample: dict[str, Tensor] | None = None
+        """Of the last global batch that was accumulated: what the terms of its loss are divided by."""
         self.build()
 
     def build(self) -> None:
@@ -54,21 +68,39 @@ class TrainStep:
             self._warm_up_ddp()
         if setup.compiled:
             self.replica.compile(exact=setup.config.hardware.exact)
+        self.spot = self._spot_checks()
         self.loader = loader.Loader(
             setup.recipe, setup.data, self.stream, self.world, setup.batching, self.state.progress.step,
             setup.config.data.num_workers, self.precision.dtype,
+            self.spot.repeats if self.spot else lambda _: (),
         )  # fmt: skip
+
+    def _spot_checks(self) -> SpotChecks | None:
+        sums, every = self.state.sums, self.setup.spot_check_every
+        if sums is None or not every:
+            return None
+        schedule = Schedule(every, self.setup.batching, self.seed)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.state.model.named_parameters()}
+        own = [names[parameter] for parameter in sums.parameters]
+        return SpotChecks(schedule, self.world, sums, self.watch, own, self._fetch_tile, self.say)
 
     def _warm_up_ddp(self) -> None:
         samples = self.stream.batch(self.state.progress.step, self.world.rank, self.world.size)
         samples = Slice(samples.epoch[:2], samples.index[:2])
-        (micro,) = loader.Fetch(self.setup.recipe, self.setup.data, self.seed).__getitems__((samples, 0, True))
-        if micro.error:
-            raise ValueError(micro.error)
-        micro = loader.to_device(micro, self.world.device, self.precision.dtype)
+        micro = self._fetch(samples, 0)
         _, per_sample = self.normalizer.count_terms([micro])
         self.replica.warm_up(micro, per_sample, self.precision.autocast)
         self._discard_gradients()
+
+    def _fetch(self, samples: Slice, number: int) -> MicroBatch:
+        """Return samples as a micro-batch, without the loader."""
+        (micro,) = loader.Fetch(self.setup.recipe, self.setup.data, self.seed).__getitems__((samples, number, True))
+        if micro.error:
+            raise ValueError(micro.error)
+        return loader.to_device(micro, self.world.device, self.precision.dtype)
+
+    def _fetch_tile(self, step: int, number: int) -> MicroBatch:
+        return self._fetch(self.stream.batch(step, number, self.setup.batching.tiles or 1), number)
 
     def run(self, stop_request: int = 0) -> int:
         """Make one optimizer update from one global batch; return the stop request that all ranks agree on."""
@@ -88,27 +120,36 @@ class TrainStep:
         return agreed
 
     def _accumulate_gradients(
-        self, step: int, batches: Iterable[MicroBatch], sync: bool = True
+        self, step: int, batches: Iterable[MicroBatch], sync: bool = True, repeated: bool = False
     ) -> list[Finished] | None:
-        """Run forward and backward of all micro-batches of a step; None if this rank is out of memory."""
+        """Run forward and backward of all micro-batches of a step; None if this rank is out of memory.
+
+        `repeated`: they are tiles that have been counted already; their gradients stay in the parameters.
+        """
         finished, self.replica.buckets.issued = list[Finished](), 0
-        if self.tiles is not None:
-            self.tiles.start_step()
+        tiles = None if repeated else self.tiles
+        if tiles is not None:
+            tiles.start_step()
         try:
-            micro_batches, per_sample = self.normalizer.count_terms(batches)
-            for micro in micro_batches:
+            if not repeated:
+                batches, self._per_sample = self.normalizer.count_terms(batches)
+            for micro in batches:
                 if not len(micro.indices):
                     continue  # more micro-batches than samples on this rank; never the last one
+                if tiles is not None:
+                    tiles.start_tile(micro.number)
                 # For dropout alone, all else is keyed: by step and tile, not by rank.
                 torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + micro.number)
                 with nullcontext() if micro.last and sync else self.replica.no_sync():
                     with self.precision.autocast:
-                        total, weight, logs = self.replica.forward(micro.batch, micro.epochs, micro.indices, per_sample)
+                        total, weight, logs = self.replica.forward(
+                            micro.batch, micro.epochs, micro.indices, self._per_sample
+                        )
                     scale = self.precision.scaler.scale if self.precision.scaler else 1.0
                     loss = self.normalizer.scale(total, weight, micro.number, len(micro.indices), scale)
                     loss.backward()
-                if self.tiles is not None:
-                    self.tiles.finish_tile(micro.number, last=micro.last and sync)
+                if tiles is not None:
+                    tiles.finish_tile(micro.number, last=micro.last and sync)
                 finished.append(Finished(micro.samples, total.detach(), weight, logs))
         except torch.OutOfMemoryError:
             if self.setup.sync_bn:
@@ -120,6 +161,8 @@ class TrainStep:
 
     def _run_exactly(self, step: int, batches: list[MicroBatch], stop_request: int, tiles: Tiles) -> int:
         """Do the same in an exact run. It keeps the batches: the step may have to be done again."""
+        if self.spot is not None:
+            batches = self.spot.start_step(step, batches)
         accumulate = self._accumulate_gradients if tiles.sums.known else self._measure_then_accumulate
         finished = accumulate(step, batches)
         agreed = self.world.all_reduce_max(OUT_OF_MEMORY if finished is None else stop_request)
@@ -128,9 +171,18 @@ class TrainStep:
             return self._redo_with_smaller_micro_batches(stop_request)
         if self.confirm():  # the step before was done again: these are the gradients of weights that were replaced
             finished = self._accumulate_again(step, batches)
+        while self.spot is not None and self.spot.check(step, [f.total for f in finished], partial(self._repeat, step)):
+            finished = self._accumulate_again(step, batches)
         self._update_exactly(step, tiles)
         self._unconfirmed = step, batches, finished
         return agreed
+
+    def _repeat(self, step: int, micro: MicroBatch) -> tuple[Tensor, Numbered] | None:
+        """Return loss and gradients of any rank's tile of this step, and leave nothing else behind."""
+        assert self.tiles is not None
+        with self.replica.unchanged(), self.normalizer.unchanged():
+            finished = self._accumulate_gradients(step, [micro], sync=False, repeated=True)
+            return (finished[0].total, self.tiles.sums.gradients()) if finished else None
 
     def _measure_then_accumulate(self, step: int, batches: list[MicroBatch]) -> list[Finished] | None:
         """Make a pass that shows how large gradients are, which gives the first grid; then accumulate."""

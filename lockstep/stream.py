@@ -10,7 +10,7 @@ samples is ordered by a hash of each.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -126,9 +126,9 @@ class Stream:
             return Slice(whole.epoch[mine], whole.index[mine])
         return self.positions(start + size * rank // world, start + size * (rank + 1) // world)
 
-    def tiles(self, step: int, own: range, count: int) -> list[Slice]:
-        """Return the samples of the tiles in `own`, of `count` tiles that the global batch is cut into."""
-        return [self.batch(step, tile, count) for tile in own]
+    def tiles(self, step: int, numbers: Iterable[int], count: int) -> list[Slice]:
+        """Return the samples of the tiles with these numbers, of `count` tiles that the global batch is cut into."""
+        return [self.batch(step, tile, count) for tile in numbers]
 
     def micro_batches(self, step: int, rank: int, world: int, accumulation: int) -> list[Slice]:
         """Return that slice cut for accumulation. The last is never empty: with it gradients are synchronised."""

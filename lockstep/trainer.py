@@ -57,7 +57,7 @@ class Trainer:
         if world.is_main:
             self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", self.config.run.keep)
         with plain_errors():
-            self.step = TrainStep(self.setup, self.state, self.step_times.gradients_ready, self.say)
+            self.step = TrainStep(self.setup, self.state, self.watch, self.step_times.gradients_ready, self.say)
 
     def train_step(self) -> None:
         """Make one optimizer update from one global batch, by all ranks."""
@@ -166,6 +166,8 @@ class Trainer:
             "watch_seconds": self.watch.seconds,
             "failed_outputs": self.sampler.failures,
         }
+        if self.setup.spot_check_every or self.watch.corruptions:
+            values["corruptions"] = self.watch.corruptions
         slow, note = self.stragglers.check(self.watch.step_times, now - self._logged_at)
         self.trackers.log(step, values | slow)
         if note:

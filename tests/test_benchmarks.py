@@ -72,6 +72,13 @@ def test_exact_prints_the_cost_of_exact_sums() -> None:
 
 
 @pytest.mark.slow
+def test_spot_prints_the_cost_of_a_check_in_tiles() -> None:
+    line, last = printed("spot.py", *SMALL, "--steps", "1").splitlines()[-2:]
+    assert re.fullmatch(r"dit, 1 tile.*, a check as long as -?[\d.]+ tiles; every 200 steps that is -?[\d.]+ %", line)
+    assert set(json.loads(last)) == {"device", "step", "checked", "share"}
+
+
+@pytest.mark.slow
 def test_exact_accuracy_prints_errors_of_both_kinds_of_sums() -> None:
     (line,) = printed("exact_accuracy.py", "--recipes", "vision", "--steps", "1", "--tiles", "2").splitlines()
     found = json.loads(line.split("gradients: ")[1])
