@@ -1,13 +1,17 @@
 """Exact sums on a GPU: the kernels against plain torch, and real recipes on NCCL ranks that share the GPU."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from engine import lines
 
 from lockstep import exact
+from lockstep.audit.launcher import free_port
+from lockstep.watch.fingerprints import add_checksums
 
 CUDA = torch.device("cuda", 0)
 
@@ -53,6 +57,36 @@ def test_a_gradient_that_is_not_a_number_is_seen() -> None:
         largest = torch.zeros(1, dtype=torch.int32, device=CUDA)
         exact_cuda.add_tile([(0, gradient)], [None], [gradient.view(torch.int32)], torch.ones(1, device=CUDA), largest)
         assert int(largest) >= exact.INF
+
+
+def test_checksums_are_those_of_the_cpu() -> None:
+    torch.manual_seed(3)
+    tensors = [(i, torch.randn(shape)) for i, shape in enumerate([(5,), (4097,), (0,), (3, 64, 300), (257, 1023)])]
+    scales, totals = exact._power_of_two(torch.tensor([20, 18, 25, 3, 22])), []
+    for device in (torch.device("cpu"), CUDA):
+        found = torch.zeros(2, 5, dtype=torch.int64, device=device)
+        add_checksums([(i, t.to(device)) for i, t in tensors], found[0], scales.to(device))
+        add_checksums([(i, t.to(device).view(torch.int32)) for i, t in tensors], found[1])
+        totals.append(found.tolist())
+    assert totals[0] == totals[1]
+
+
+def test_spot_checks_of_a_compiled_run_accuse_nobody(tmp_path: Path) -> None:
+    """Two NCCL ranks that share the GPU, a check in every step."""
+    words = ["train", "dit", "--exact", "--spot_check_every", "1", "--n_steps", "6", "--log_every", "1"]
+    words += ["--batch_size", "8", "--global_batch_size", "40", "--out", "run"]
+    port, started = str(free_port()), []
+    for rank in ("0", "1"):
+        group = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "lockstep", *words],
+                cwd=tmp_path,
+                env={**os.environ, **group, "NCCL_HOSTID": rank},
+            )
+        )
+    assert [process.wait(500) for process in started] == [0, 0]
+    assert [line["corruptions"] for line in lines(tmp_path / "run") if "corruptions" in line] == [0] * 6
 
 
 @pytest.mark.parametrize("recipe", ["dit", "jit", "protein", "scribble", "vision"])
