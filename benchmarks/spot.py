@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -48,6 +49,8 @@ def measure(world: World, recipe: str, flags: list[str], steps: int) -> tuple[fl
     run.model.train()
     times = [timed(run) for _ in range(4 + 2 * steps)][4:]
     run.step.close()
+    if world.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
     return statistics.median(times[::2]), statistics.median(times[1::2])
 
 
