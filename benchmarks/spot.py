@@ -19,12 +19,12 @@ import time
 
 import torch
 
+from lockstep.config import Hardware
 from lockstep.distributed import World, session
 from lockstep.flags import parse
 from lockstep.registry import find
 from lockstep.rundir import resolve_run_dir
 from lockstep.trainer import Trainer
-from lockstep.watch.spot import TILES_PER_CHECK
 
 CLAIM = 0.01
 
@@ -69,7 +69,7 @@ def main() -> int:
     with session("cpu" if "cpu" in flags else "auto") as world:
         checked, plain = measure(world, asked.recipe, flags, asked.steps)
         gc.collect()
-        every = -(-TILES_PER_CHECK // asked.tiles)
+        every = Hardware.spot_check_every
         share = (checked - plain) / (every * plain)
         if world.is_main:
             tiles = (checked - plain) / plain * asked.tiles

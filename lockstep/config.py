@@ -150,10 +150,10 @@ class Hardware:
     """torch.compile the objective; auto: on a GPU."""
     exact: bool = False
     """The same bits on any number of ranks: gradients are summed without rounding, kernels are deterministic."""
-    spot_check_every: int | None = None
-    """Steps between two spot checks of an exact run: each rank repeats another's tile. By default 1 in 200 tiles."""
+    spot_check_every: int = 200
+    """Steps between two spot checks of an exact run, in which each rank repeats a tile of another one; 0: none."""
     on_corruption: Literal["stop", "heal", "warn"] = "stop"
-    """What to do when a rank computes wrongly or holds other tensors than the rest; heal: copy, and redo the step."""
+    """When a rank computes wrongly or its weights differ; heal: copy weights from other ranks and redo the step."""
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
     max_restarts: int = 0
@@ -174,7 +174,7 @@ class Hardware:
     def __post_init__(self) -> None:
         valid = self.nproc == "auto" or (self.nproc.isdigit() and int(self.nproc) >= 1)
         check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
-        check((self.spot_check_every or 0) >= 0, "spot_check_every is at least 0 (0: never)", self.spot_check_every)
+        check(self.spot_check_every >= 0, "spot_check_every is at least 0 (0: never)", self.spot_check_every)
         check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
         check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
         wide = self.exact and self.precision == "fp64"

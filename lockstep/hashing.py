@@ -40,6 +40,12 @@ def mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+def odd_words(count: int, key: int) -> NDArray[np.int64]:
+    """Return fixed pseudo-random odd words: the weights of positions in a checksum. An odd one loses no bit."""
+    words = mix_array(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(key))
+    return (words | np.uint64(1)).view(np.int64)
+
+
 def mix_tensor(x: Tensor) -> Tensor:
     """Return the mixed words of an int64 tensor; the same bits on CPU and GPU, eager and compiled."""
     x = (x ^ shift_right(x, 30)) * to_signed(MULTIPLIER_1)

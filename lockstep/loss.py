@@ -116,6 +116,8 @@ class Normalizer:
         """Where the weight is a Python number: the same for every sample, micro-batch and rank."""
         self._weights: dict[int, Tensor] = {}
         """Weights that are tensors, by number of the micro-batch."""
+        self._counts: dict[int, Tensor] = {}
+        """The elements of each term, by number of the micro-batch: (terms,) float64."""
 
     def count_terms(self, micro_batches: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], dict[str, Tensor] | None]:
         """Return the micro-batches and, of each term, the elements per sample of the global batch.
@@ -124,13 +126,9 @@ class Normalizer:
         """
         if self.term_counts is None:
             return micro_batches, None
-        micro_batches, counts = list(micro_batches), dict[int, dict[str, Tensor]]()
-        for micro in micro_batches:
-            if len(micro.indices):
-                rng = Rng.of(self.seed, micro.epochs, micro.indices)
-                counts[micro.number] = self.term_counts(micro.batch, rng)
-        names = list(next(iter(counts.values())))
-        rows = {n: torch.stack([found[name].detach().double() for name in names]) for n, found in counts.items()}
+        micro_batches, self._counts = list(micro_batches), {}
+        *_, names = (self.count_in(micro) for micro in micro_batches if len(micro.indices))
+        rows = self._counts
         # A term without an element anywhere has a total of 0, whatever it is divided by.
         summed = (
             self._sum_tiles(rows, self.tiles) if self.tiles else self.world.sum(torch.stack(list(rows.values())).sum(0))
@@ -138,6 +136,20 @@ class Normalizer:
         global_counts = summed.clamp(min=1)
         per_sample = (global_counts / self.global_batch).to(self.dtype)
         return micro_batches, dict(zip(names, per_sample, strict=True))
+
+    def count_in(self, micro: MicroBatch) -> list[str]:
+        """Count the elements of each term in one micro-batch; return the terms."""
+        if self.term_counts is None:
+            return []
+        found = self.term_counts(micro.batch, Rng.of(self.seed, micro.epochs, micro.indices))
+        names = sorted(found)
+        self._counts[micro.number] = torch.stack([found[name].detach().double() for name in names])
+        return names
+
+    def numbers(self, number: int, finished: "Finished") -> Tensor:
+        """Return (n,) float64: what a micro-batch adds to the loss: total, weight, elements of each term."""
+        total, weight = finished.total, _float64(finished.weight, finished.total.device)
+        return torch.cat([torch.stack([total.double(), weight]), self._counts.get(number, weight.new_zeros(0))])
 
     def _sum_tiles(self, rows: dict[int, Tensor], tiles: int) -> Tensor:
         """Return the sum over the tiles of all ranks, in their order."""
@@ -169,12 +181,13 @@ class Normalizer:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Drop, after the block, the weights of micro-batches that went through the model in it."""
-        weights, self._weights = self._weights, {}
+        """Drop, after the block, weights and counts of micro-batches that went through the model in it."""
+        before = self._weights, self._counts
+        self._weights, self._counts = {}, {}
         try:
             yield
         finally:
-            self._weights = weights
+            self._weights, self._counts = before
 
     def gradient_factor(self) -> Tensor | None:
         """Return what the summed gradients are still to be multiplied by; None if they are right already."""

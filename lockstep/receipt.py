@@ -82,7 +82,7 @@ def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
         ("learning rate", _learning_rate(setup.config.optim, state.update)),
         ("optimizer", f"{type(state.update.optimizer).__name__}, averages: {[e.decay for e in state.emas] or 'none'}"),
         ("precision", f"{setup.precision.name}, {'compiled' if setup.compiled else 'not compiled'}"),
-        ("exact", _exactness(state.exactness, b) + _spot_checks(setup.spot_check_every)),
+        ("exact", _exactness(state.exactness, b) + _spot_checks(setup)),
         ("folder", str(setup.run_dir.path)),
     ]
     return rows + ([("resumes", f"{resume_from} at step {state.progress.step}")] if resume_from else [])
@@ -104,8 +104,11 @@ def _exactness(exactness: Exactness | None, batching: Batching) -> str:
     )
 
 
-def _spot_checks(every: int) -> str:
-    return f"; every {every} step(s) each rank repeats a tile of another one" if every else ""
+def _spot_checks(setup: Setup) -> str:
+    if setup.different_kernels and setup.world.size > 1:
+        return f"; no spot checks, since ranks differ in {', '.join(setup.different_kernels)}"
+    every = setup.spot_check_every
+    return f"; spot check every {every} step(s): each rank repeats a tile of another one" if every else ""
 
 
 def _learning_rate(settings: Optim, update: Update) -> str:

@@ -25,7 +25,6 @@ from .state import Progress, TrainState
 from .watch import Watch
 from .watch.data import DataWatch
 from .watch.ledger import Ledger
-from .watch.spot import TILES_PER_CHECK
 
 
 @dataclass
@@ -44,6 +43,8 @@ class Setup:
     compiled: bool
     sync_bn: bool
     """Whether BatchNorm has the statistics of all ranks."""
+    different_kernels: list[str]
+    """Of an exact run: what the bits of a kernel depend on and is not the same on all ranks (GPU, versions)."""
 
     @property
     def config(self) -> TrainConfig:
@@ -60,11 +61,9 @@ class Setup:
 
     @property
     def spot_check_every(self) -> int:
-        """The steps between two spot checks; 0 for none."""
-        if not self.in_tiles or self.world.size == 1:
-            return 0
-        asked = self.config.hardware.spot_check_every
-        return -(-TILES_PER_CHECK // self.batching.accumulation) if asked is None else asked
+        """The steps between two spot checks; 0 for none: one rank, or ranks on which a tile has different bits."""
+        possible = self.in_tiles and self.world.size > 1 and not self.different_kernels
+        return self.config.hardware.spot_check_every if possible else 0
 
     def normalizer(self) -> Normalizer:
         term_counts = self.recipe.term_counts if isinstance(self.recipe, SeveralTerms) else None
@@ -114,11 +113,11 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     model.to(world.device, chosen.dtype)
     sync_bn = _sync_batch_norm(model, config, batching, world)
     compiled = _is_compiled(config, world, sync_bn)
-    exactness = None
+    exactness, different = None, list[str]()
     if config.hardware.exact:
         choose_kernels(True, world.device, compiled)
-        exactness = _exactness(batching.tiles or 1, world, chosen, compiled, saved)
-    setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn)
+        exactness, different = _exactness(batching.tiles or 1, world, chosen, compiled, saved)
+    setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn, different)
 
     emas = [Ema(model, decay) for decay in config.optim.ema_decay]
     progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
@@ -138,16 +137,18 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     return setup, state, watch
 
 
-def _exactness(tiles: int, world: World, chosen: Precision, compiled: bool, saved: Checkpoint | None) -> Exactness:
-    """Return what the bits of an exact run depend on, and what has broken them already."""
+def _exactness(
+    tiles: int, world: World, chosen: Precision, compiled: bool, saved: Checkpoint | None
+) -> tuple[Exactness, list[str]]:
+    """Return what the bits of an exact run depend on and what has broken them already; and where ranks differ."""
     own = environment(world) | {"precision": chosen.name, "compiled": str(compiled)}
     ranks = world.broadcast(world.gather(own))
-    exactness = Exactness(tiles, own)
-    if any(other != ranks[0] for other in ranks):
-        exactness.breaks.append(f"ranks differ in {', '.join(n for n in own if len({r[n] for r in ranks}) > 1)}")
+    exactness, different = Exactness(tiles, own), [n for n in own if len({r[n] for r in ranks}) > 1]
+    if different:
+        exactness.record(f"ranks differ in {', '.join(different)}")
     if saved and "exact" not in saved.state:
         exactness.breaks.append(f"the steps up to {saved.state['progress']['step']} were not exact")
-    return exactness
+    return exactness, different
 
 
 def sum_exactly(setup: Setup, state: TrainState) -> None:

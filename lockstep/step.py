@@ -136,6 +136,8 @@ class TrainStep:
             for micro in batches:
                 if not len(micro.indices):
                     continue  # more micro-batches than samples on this rank; never the last one
+                if repeated:
+                    self.normalizer.count_in(micro)
                 if tiles is not None:
                     tiles.start_tile(micro.number)
                 # For dropout alone, all else is keyed: by step and tile, not by rank.
@@ -171,18 +173,24 @@ class TrainStep:
             return self._redo_with_smaller_micro_batches(stop_request)
         if self.confirm():  # the step before was done again: these are the gradients of weights that were replaced
             finished = self._accumulate_again(step, batches)
-        while self.spot is not None and self.spot.check(step, [f.total for f in finished], partial(self._repeat, step)):
+        while self.spot is not None and self.spot.check(
+            step, partial(self._losses, batches, finished), partial(self._repeat, step)
+        ):
             finished = self._accumulate_again(step, batches)
         self._update_exactly(step, tiles)
         self._unconfirmed = step, batches, finished
         return agreed
 
+    def _losses(self, batches: list[MicroBatch], finished: list[Finished]) -> list[Tensor]:
+        """Return what each tile adds to the loss."""
+        return [self.normalizer.numbers(m.number, f) for m, f in zip(batches, finished, strict=True)]
+
     def _repeat(self, step: int, micro: MicroBatch) -> tuple[Tensor, Numbered] | None:
-        """Return loss and gradients of any rank's tile of this step, and leave nothing else behind."""
+        """Return what any rank's tile of this step adds to the loss, and its gradients; leave nothing else behind."""
         assert self.tiles is not None
         with self.replica.unchanged(), self.normalizer.unchanged():
             finished = self._accumulate_gradients(step, [micro], sync=False, repeated=True)
-            return (finished[0].total, self.tiles.sums.gradients()) if finished else None
+            return (self._losses([micro], finished)[0], self.tiles.sums.gradients()) if finished else None
 
     def _measure_then_accumulate(self, step: int, batches: list[MicroBatch]) -> list[Finished] | None:
         """Make a pass that shows how large gradients are, which gives the first grid; then accumulate."""

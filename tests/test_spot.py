@@ -7,7 +7,8 @@ import torch
 from lockstep.batching import Batching
 from lockstep.watch.fingerprints import add_checksums
 from lockstep.watch.repair import find_sources
-from lockstep.watch.spot import Schedule, settle
+from lockstep.watch.spot import Schedule
+from lockstep.watch.verdict import Dispute, settle, wrong_ranks
 
 
 @pytest.mark.parametrize(("world", "tiles"), [(2, 2), (2, 7), (3, 4), (4, 7), (5, 5)])
@@ -62,26 +63,54 @@ RIGHT, WRONG, OTHER = np.array([1, 2]), np.array([1, 3]), np.array([0, 2])
 
 
 @pytest.mark.parametrize(
-    ("first", "again", "blamed"),
+    ("claims", "again", "wrong"),
     [
-        ({0: WRONG, 1: RIGHT}, [RIGHT, RIGHT], "rank 0 has computed wrongly: tile 5, first in the loss"),
-        ({0: RIGHT, 1: WRONG}, [RIGHT, RIGHT], "rank 1 has"),
-        ({0: RIGHT, 1: WRONG}, [RIGHT, OTHER], "rank 1 has"),
-        ({0: RIGHT, 1: WRONG}, [RIGHT, WRONG], "rank 0 or 1 has computed wrongly, no third rank shows which"),
-        ({0: RIGHT, 1: OTHER}, [WRONG, WRONG], "rank 0, 1 has"),
-        ({1: WRONG, 2: RIGHT}, [RIGHT, WRONG, RIGHT], "rank 1 has computed wrongly: tile 5, first"),
-        ({1: WRONG, 2: RIGHT}, [RIGHT, RIGHT, RIGHT], "rank 1 has"),
-        ({1: WRONG, 2: RIGHT}, [WRONG, WRONG, RIGHT], "rank 2 has"),
-        ({1: WRONG, 2: RIGHT}, [None, WRONG, RIGHT], "rank 1 or 2 has"),
-        ({1: WRONG, 2: RIGHT}, [RIGHT, OTHER, WRONG], "rank 1 or 2 has"),
+        ({0: WRONG, 1: RIGHT}, [RIGHT, RIGHT], {0}),
+        ({0: RIGHT, 1: WRONG}, [RIGHT, RIGHT], {1}),
+        ({0: RIGHT, 1: WRONG}, [RIGHT, OTHER], {1}),
+        ({0: RIGHT, 1: WRONG}, [RIGHT, WRONG], set()),
+        ({0: RIGHT, 1: WRONG}, [RIGHT, None], set()),
+        ({0: RIGHT, 1: WRONG}, [None, OTHER], {1}),
+        ({0: RIGHT, 1: OTHER}, [WRONG, WRONG], {0, 1}),
+        ({0: RIGHT, 1: OTHER}, [OTHER, RIGHT], {0, 1}),
+        ({1: WRONG, 2: RIGHT}, [RIGHT, WRONG, RIGHT], {1}),
+        ({1: WRONG, 2: RIGHT}, [RIGHT, RIGHT, RIGHT], {1}),
+        ({1: WRONG, 2: RIGHT}, [WRONG, WRONG, RIGHT], {2}),
+        ({1: WRONG, 2: RIGHT}, [None, WRONG, RIGHT], set()),
+        ({1: WRONG, 2: RIGHT}, [RIGHT, OTHER, WRONG], {0, 1, 2}),
     ],
 )
-def test_who_is_wrong_about_a_tile(first, again, blamed: str) -> None:
-    assert settle(5, first, again, ["weight"]).text.startswith(blamed)
+def test_who_is_wrong_about_a_tile(claims, again, wrong: set[int]) -> None:
+    assert wrong_ranks(claims, again) == wrong
+
+
+def settled(*disputes: tuple) -> str:
+    """`disputes`: tile, claims, what ranks get again."""
+    data = ["same"] * len(disputes[0][2])
+    return settle([Dispute(*dispute, data) for dispute in disputes], ["weight"]).text
 
 
 def test_the_first_parameter_that_differs_is_named() -> None:
-    assert settle(5, {0: RIGHT, 1: OTHER}, [RIGHT, RIGHT], ["weight"]).text.endswith("first in the gradient of weight")
+    expected = "rank 1 has computed tile 5 wrongly (first difference: the gradient of weight)"
+    assert settled((5, {0: RIGHT, 1: OTHER}, [RIGHT, RIGHT])) == expected
+    assert settled((5, {0: RIGHT, 1: WRONG}, [RIGHT, RIGHT])).endswith("(first difference: the loss)")
+
+
+def test_a_second_tile_may_show_which_rank_is_wrong() -> None:
+    unclear = (3, {0: RIGHT, 1: WRONG}, [RIGHT, WRONG])
+    assert settled(unclear).startswith("rank 0 and rank 1 get different bits for tile 3, and each the same again")
+    assert settled(unclear, (5, {0: RIGHT, 1: WRONG}, [RIGHT, OTHER])).startswith("rank 1 has computed tile 5 wrongly")
+
+
+def test_where_every_rank_would_be_wrong_it_is_the_recipe() -> None:
+    owners = [(tile, {tile: WRONG, 1 - tile: RIGHT}, [RIGHT, RIGHT]) for tile in (0, 1)]
+    assert settled(*owners).startswith("a tile does not have the same bits when it is repeated, on any rank")
+
+
+def test_samples_that_differ_are_no_fault_of_a_device() -> None:
+    for data, whose in ((["a", "a", "b"], " (rank 2 differs)"), (["a", "b"], "")):
+        fault = settle([Dispute(5, {0: RIGHT, 1: WRONG}, [RIGHT, WRONG], data)], ["weight"])
+        assert fault.text.startswith(f"the ranks do not read the same samples for tile 5{whose}:") and fault.in_recipe
 
 
 def test_tensors_are_copied_from_the_majority() -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..hashing import GOLDEN_GAMMA, mix_array
+from ..hashing import GOLDEN_GAMMA, mix_array, odd_words
 
 _BLOCK = 1 << 14
 """Words that share one sum."""
@@ -97,8 +97,7 @@ def _combine(blocks: NDArray[np.uint64]) -> list[int]:
 
 @cache
 def _weights() -> NDArray[np.int64]:
-    number = np.arange(1, _BLOCK + 1, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA)
-    return (mix_array(number) | np.uint64(1)).view(np.int64)
+    return odd_words(_BLOCK, GOLDEN_GAMMA)
 
 
 @cache

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exact import Numbered
-from ..hashing import GOLDEN_GAMMA, mix_array
+from ..hashing import GOLDEN_GAMMA, odd_words
 
 _BLOCK = 1 << 14
 """Elements after which the weights of positions repeat, times the weight of the block."""
@@ -69,19 +69,14 @@ def _checksum(integers: NDArray[np.int32]) -> int:
 
 @cache
 def _position_weights() -> NDArray[np.int64]:
-    return _odd_words(_BLOCK, GOLDEN_GAMMA)
+    return odd_words(_BLOCK, GOLDEN_GAMMA)
 
 
 @cache
 def _block_weights(count: int) -> NDArray[np.int64]:
-    return _odd_words(count, _BLOCKS_KEY)
+    return odd_words(count, _BLOCKS_KEY)
 
 
 @cache
 def _weights_on(device: torch.device, blocks: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(_position_weights()).to(device), torch.from_numpy(_block_weights(blocks)).to(device)
-
-
-def _odd_words(count: int, key: int) -> NDArray[np.int64]:
-    words = mix_array(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(key))
-    return (words | np.uint64(1)).view(np.int64)

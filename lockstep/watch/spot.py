@@ -4,22 +4,20 @@ A device that computes wrongly without an error makes all replicas wrong alike: 
 has the same bits on any rank. So in every n-th step each rank repeats one tile of another rank, and three comparisons
 cover the way of a gradient from the samples to the weights:
 
-    a tile          the checksum of its gradient and its loss: those of its rank, and those of the rank that repeats it
+    a tile          checksums of its gradients, and its loss: those of its rank, and those of the rank that repeats it
     the sum         checksums add up as gradients do: those of all tiles must give that of the sum over all ranks
     the replicas    weights, optimizer state and averages are equal on all ranks
 
 Where two ranks disagree about a tile, all ranks repeat it. What most of them get is right; of two ranks, the one that
-does not get again what it had is wrong.
+does not get again what it had is wrong. verdict.py decides.
 """
 
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batching import Batching, MicroBatch
@@ -27,27 +25,29 @@ from ..distributed import RunFailed, World
 from ..exact import ExactSums, Numbered
 from ..hashing import mix_words
 from . import Watch
-from .agreement import minority
-from .drift import checksums, differing
+from .data import digest
+from .drift import checksums
 from .fingerprints import Fingerprints, add_checksums
-from .repair import affects_training, copy_tensors, find_sources
+from .repair import affects_training, copy_tensors
+from .verdict import Checksums, Dispute, Fault, Report, judge, settle
 
-TILES_PER_CHECK = 200
-"""By default a rank repeats one tile for so many of its own: 0.5 % more work."""
 ATTEMPTS = 3
 """How often a step is done again before its fault counts as one that does not go away."""
-Checksums = NDArray[np.int64]
 Repeat = Callable[[MicroBatch], tuple[Tensor, Numbered] | None]
-"""Runs a tile without leaving anything behind: its loss and gradients, or None where memory does not suffice."""
+"""Returns what a tile adds to the loss, and its gradients; None where memory does not suffice. Changes nothing."""
 
 
 class Corruption(RunFailed):
     """A rank has computed wrongly, without any error of its own."""
 
 
+class NotRepeatable(RunFailed):
+    """The recipe or its data do not give the same twice, so the run is not exact."""
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """Which rank repeats which tile in which step."""
+    """Which rank repeats which tile in which step. The steps are the same on any number of ranks."""
 
     every: int
     batching: Batching
@@ -70,98 +70,6 @@ class Schedule:
         return next(rank for rank in range(self.batching.world) if tile in self.batching.own(rank))
 
 
-@dataclass
-class Report:
-    """What one rank knows about a step."""
-
-    repeated: tuple[int, Checksums | None]
-    """A tile of another rank, and what this rank got for it: a checksum for each parameter, and the loss."""
-    tiles: dict[int, Checksums]
-    """The same of its own tiles."""
-    own_sum: Checksums
-    """Of its gradients, added up over its tiles, right before they are summed over the ranks."""
-    global_sum: Checksums
-    """Of the sum over all ranks, as this rank has received it."""
-    fits: bool
-    """Whether its gradients fit the grid; where some do not, integers have no right sum, and the step is redone."""
-    state: dict[str, int]
-    """A checksum of each tensor that must be equal on all ranks."""
-
-
-@dataclass
-class Fault:
-    """What is wrong in a step: `text` goes on after "at step N"."""
-
-    text: str
-    sources: dict[str, int] | None = field(default_factory=dict)
-    """Of each tensor that is to be copied, the rank that has the right one; None if no majority shows which."""
-    undecided: bool = False
-    """Whether it could be either of two ranks."""
-
-
-def judge(reports: Sequence[Report], names: Sequence[str]) -> Fault | list[int] | None:
-    """Return what is wrong, or the tiles about which two ranks disagree; None if there is nothing."""
-    if difference := differing([report.state for report in reports]):
-        name, count, _ = difference
-        wrong = minority([report.state.get(name) for report in reports])
-        whose = f"rank {_join(wrong)} holds" if wrong else "no majority shows which rank holds"
-        text = f"{whose} wrong weights, optimizer state or averages: {count} tensor(s) differ, first {name}"
-        return Fault(text, find_sources([report.state for report in reports]))
-    tiles = {number: found for report in reports for number, found in report.tiles.items()}
-    repeated = [(tile, found) for tile, found in (report.repeated for report in reports) if found is not None]
-    if disputed := [tile for tile, found in repeated if not np.array_equal(found, tiles[tile])]:
-        return disputed
-    return _judge_sums(reports, names) if all(report.fits for report in reports) else None
-
-
-def _judge_sums(reports: Sequence[Report], names: Sequence[str]) -> Fault | None:
-    own_sums = [np.sum(list(report.tiles.values()), 0)[:-1] for report in reports]
-    for rank, (report, expected) in enumerate(zip(reports, own_sums, strict=True)):
-        if not np.array_equal(report.own_sum, expected):
-            where = _first_difference(report.own_sum, expected, names)
-            return Fault(f"rank {rank} has added up the gradients of its tiles wrongly, first {where}")
-    expected = np.sum(own_sums, 0)
-    wrong = [rank for rank, report in enumerate(reports) if not np.array_equal(report.global_sum, expected)]
-    if not wrong:
-        return None
-    where = _first_difference(reports[wrong[0]].global_sum, expected, names)
-    if len(wrong) == len(reports):
-        return Fault(f"the sum of gradients over all ranks is wrong on the way between them, first {where}")
-    return Fault(f"rank {_join(wrong)} has received a wrong sum of gradients, first {where}")
-
-
-def settle(
-    tile: int,
-    first: Mapping[int, Checksums],
-    again: Sequence[Checksums | None],
-    names: Sequence[str],
-) -> Fault:
-    """Return who was wrong about a tile: `first` has what two ranks got, `again` what all ranks get now."""
-    results = [None if found is None else found.tobytes() for found in again]
-    before = {rank: found.tobytes() for rank, found in first.items()}
-    given = [result for result in results if result is not None]
-    right = next((r for r in given if 2 * given.count(r) > len(given)), None)
-    if right is not None:
-        wrong = {rank for rank, result in enumerate(results) if result not in (right, None)}
-        wrong |= {rank for rank, result in before.items() if result != right}
-    else:
-        wrong = {rank for rank, result in before.items() if results[rank] != result}
-    a, b = first.values()
-    where = f"tile {tile}, first in {_first_difference(a, b, names)}"
-    if len(wrong) == 1 or (wrong and right is not None):
-        return Fault(f"rank {_join(sorted(wrong))} has computed wrongly: {where}")
-    either = _join(sorted(first), " or ")
-    return Fault(f"rank {either} has computed wrongly, no third rank shows which: {where}", undecided=True)
-
-
-def _first_difference(a: Checksums, b: Checksums, names: Sequence[str]) -> str:
-    return [*(f"the gradient of {name}" for name in names), "the loss"][int(np.flatnonzero(a != b)[0])]
-
-
-def _join(ranks: Sequence[int], word: str = ", ") -> str:
-    return word.join(map(str, ranks))
-
-
 class SpotChecks:
     """The spot checks of a run, seen from one rank."""
 
@@ -179,8 +87,10 @@ class SpotChecks:
         self.schedule, self.world, self.sums, self.watch, self.names = schedule, world, sums, watch, names
         self.fetch, self.say = fetch, say
         self.fingerprints = Fingerprints(len(names), world.device)
+        self._devices = world.broadcast(world.gather(f"{world.device} on {socket.gethostname()}"))
         self._repeated: MicroBatch | None = None
         self._attempts = 0
+        self._skip_reported = False
 
     def repeats(self, step: int) -> list[int]:
         """Return the tiles of other ranks that this rank repeats in a step."""
@@ -193,15 +103,19 @@ class SpotChecks:
         self._repeated, self._attempts = (batches[0] if due else None), 0
         return batches[due:]
 
-    def check(self, step: int, losses: Sequence[Tensor], repeat: Repeat) -> bool:
-        """Return whether the step has to be done again. Between all-reduce and update; every rank calls this."""
+    def check(self, step: int, losses: Callable[[], list[Tensor]], repeat: Repeat) -> bool:
+        """Return whether the step has to be done again. Between all-reduce and update; every rank calls this.
+
+        `losses`: of each tile of this rank, what it adds to the loss.
+        """
         if self._repeated is None:
             return False
         started = time.perf_counter()
-        reports = self.world.gather(self._report(self._repeated, losses, repeat))
+        reports = self.world.gather(self._report(self._repeated, losses(), repeat))
         verdict = self.world.broadcast(judge(reports, self.names) if self.world.is_main else None)
         if isinstance(verdict, list):
             verdict = self._settle(step, verdict, reports, repeat)
+        self._say_skipped(step, reports)
         self.watch.seconds += time.perf_counter() - started
         return verdict is not None and self._respond(step, verdict)
 
@@ -209,7 +123,7 @@ class SpotChecks:
         global_sum = torch.zeros_like(self.fingerprints.sums)
         add_checksums(self.sums.integers(), global_sum)
         own = zip(self.fingerprints.tiles.items(), losses, strict=True)
-        tiles = {number: _with_loss(found, loss) for (number, found), loss in own}
+        tiles = {number: _join(found, loss) for (number, found), loss in own}
         own_sum, fits = self.fingerprints.sums.cpu().numpy(), bool(self.sums.fits())
         state = checksums(self.watch.replicated(True))
         return Report(
@@ -223,40 +137,54 @@ class SpotChecks:
         loss, gradients = repeated
         found = torch.zeros_like(self.fingerprints.sums)
         add_checksums(gradients, found, self.sums.scales)
-        return _with_loss(found, loss)
+        return _join(found, loss)
 
     def _settle(self, step: int, disputed: list[int], reports: list[Report], repeat: Repeat) -> Fault:
         """Let all ranks repeat the tiles that two disagree about; return who was wrong."""
-        own = {tile: self._result(self.fetch(step, tile), repeat) for tile in disputed}
-        ranks = self.world.gather(own)
+        batches = [self.fetch(step, tile) for tile in disputed]
+        ranks = self.world.gather([(digest(micro.batch), self._result(micro, repeat)) for micro in batches])
         fault = None
         if self.world.is_main:
-            faults = [settle(t, self._claims(t, reports), [r[t] for r in ranks], self.names) for t in disputed]
-            # A rank that is wrong is wrong as owner of one tile and as checker of another: once is enough.
-            fault = min(faults, key=lambda fault: fault.undecided)
+            again = [list(zip(*found, strict=True)) for found in zip(*ranks, strict=True)]
+            claims = [self._claims(tile, reports) for tile in disputed]
+            disputes = [
+                Dispute(tile, claim, list(results), list(data))
+                for tile, claim, (data, results) in zip(disputed, claims, again, strict=True)
+            ]
+            fault = settle(disputes, self.names)
         return self.world.broadcast(fault)
 
-    def _claims(self, tile: int, reports: list[Report]) -> dict[int, Any]:
+    def _claims(self, tile: int, reports: list[Report]) -> dict[int, Checksums]:
         """Return, by rank, what the two ranks that disagree about a tile got for it."""
         owner = self.schedule.owner(tile)
-        checker = next(rank for rank, report in enumerate(reports) if report.repeated[0] == tile)
-        return {owner: reports[owner].tiles[tile], checker: reports[checker].repeated[1]}
+        checker, found = next((rank, r.repeated[1]) for rank, r in enumerate(reports) if r.repeated[0] == tile)
+        assert found is not None
+        return {owner: reports[owner].tiles[tile], checker: found}
+
+    def _say_skipped(self, step: int, reports: list[Report]) -> None:
+        """Say, once, that a tile was not compared; rank 0 has the reports."""
+        starved = [rank for rank, report in enumerate(reports) if report.repeated[1] is None]
+        if starved and not self._skip_reported:
+            self._skip_reported = True
+            ranks = ", ".join(map(str, starved))
+            self.say(
+                f"spot check at step {step + 1}: rank {ranks} has not enough memory to repeat a tile, which is not "
+                "compared then; a smaller --batch_size leaves more"
+            )
 
     def _respond(self, step: int, fault: Fault) -> bool:
         """Do what --on_corruption asks for; return whether the step has to be done again."""
         self.watch.corruptions += 1
-        text, action = f"silent data corruption at step {step + 1}: {fault.text}", self.watch.on_corruption
         self._attempts += 1
+        text, action = self._message(step, fault), self.watch.on_corruption
         if action == "warn":
             self.watch.record(f"step {step + 1}: {fault.text}; it was used all the same")
-            self.say(f"{text}; --on_corruption warn: training continues with it")
+            self.say(f"{text}; training continues with it (--on_corruption warn)")
             return False
+        if fault.in_recipe:
+            raise NotRepeatable(f"{text} (--spot_check_every 0 turns spot checks off)")
         if action == "stop" or fault.sources is None or self._attempts > ATTEMPTS:
-            again = f", in {self._attempts} attempts" if self._attempts > 1 else ""
-            raise Corruption(
-                f"{text}{again}; resume from the last checkpoint, without that device if it happens again "
-                "(--on_corruption heal repeats such a step)"
-            )
+            raise Corruption(f"{text}; {self._remedy(action)}")
         copy_tensors(self.watch.replicated(True), fault.sources)
         if self.schedule.every > 1 and affects_training(fault.sources):
             self.watch.record(f"step {step + 1}: {fault.text}; steps since the check before may have used it")
@@ -264,6 +192,16 @@ class SpotChecks:
         self.say(f"{text}; {f'copied {copied}; ' if copied else ''}the step is done again")
         return True
 
+    def _message(self, step: int, fault: Fault) -> str:
+        what = "the run is not exact" if fault.in_recipe else "silent data corruption"
+        devices = "".join(f"; rank {rank} is {self._devices[rank]}" for rank in fault.ranks)
+        return f"{what} at step {step + 1}: {fault.text}{devices}"
 
-def _with_loss(found: Tensor, loss: Tensor) -> Checksums:
-    return torch.cat([found, loss.detach().double().reshape(1).view(torch.int64)]).cpu().numpy()
+    def _remedy(self, action: str) -> str:
+        again = f"it was the same in {self._attempts} attempts; " if self._attempts > 1 else ""
+        heal = "" if action == "heal" else ", or let such a step be done again (--on_corruption heal)"
+        return f"{again}resume from the last checkpoint, without that device if it happens again{heal}"
+
+
+def _join(found: Tensor, loss: Tensor) -> Checksums:
+    return torch.cat([found, loss.view(torch.int64)]).cpu().numpy()
