@@ -33,8 +33,7 @@ class Watch:
         on_corruption: Literal["stop", "heal", "warn"] = "stop",
         record: Callable[[str], None] = lambda _: None,
     ):
-        self.world, self.on_corruption, self.record = world, on_corruption, record
-        """`record` keeps, in checkpoints, from what step on a run is not what it would have been."""
+        self.world, self.on_corruption, self._record = world, on_corruption, record
         self.corruptions = 0
         """How often a rank was found to have computed wrongly or to hold other tensors."""
         self.replicated = replicated
@@ -79,14 +78,21 @@ class Watch:
         """Do what --on_corruption asks for, and return a note; OutOfLockstep if that is to stop."""
         self.corruptions += 1
         if self.on_corruption == "warn":
-            self.record(f"step {step}: the ranks do not hold the same tensors")
+            self.record_break(f"step {step}: the ranks do not hold the same tensors")
             return f"{drift}; --on_corruption warn: training continues"
         if self.on_corruption == "heal" and (sources := self._sources()):
             copy_tensors(self.replicated(True), sources)
             if affects_training(sources):
-                self.record(f"step {step}: a rank held other tensors; steps since the check before have used them")
+                self.record_break(
+                    f"step {step}: a rank held other tensors; steps since the check before have used them"
+                )
             return f"{drift}; {len(sources)} copied from rank {min(sources.values())}, training continues"
         raise OutOfLockstep(drift)
+
+    def record_break(self, why: str) -> None:
+        """Keep in checkpoints from what step on the run is not what it would have been; the first reason is enough."""
+        self._record(why)
+        self._record = lambda _: None
 
     def _sources(self) -> dict[str, int] | None:
         """Return a rank to copy each tensor from that is not equal on all ranks."""

@@ -66,6 +66,10 @@ class Schedule:
     def repeats(self, step: int, rank: int) -> list[int]:
         return [self.tile(step, rank)] if self.is_due(step) else []
 
+    def check_before(self, step: int) -> int | None:
+        """Return the step of the check before this one; None if there are no steps in between that were not checked."""
+        return step - self.every if self.every > 1 and step >= self.every else None
+
     def owner(self, tile: int) -> int:
         return next(rank for rank in range(self.batching.world) if tile in self.batching.own(rank))
 
@@ -178,18 +182,20 @@ class SpotChecks:
         self._attempts += 1
         text, action = self._message(step, fault), self.watch.on_corruption
         if action == "warn":
-            self.watch.record(f"step {step + 1}: {fault.text}; it was used all the same")
+            self.watch.record_break(f"step {step + 1}: {fault.text}; it was used all the same")
             self.say(f"{text}; training continues with it (--on_corruption warn)")
             return False
         if fault.in_recipe:
             raise NotRepeatable(f"{text} (--spot_check_every 0 turns spot checks off)")
         if action == "stop" or fault.sources is None or self._attempts > ATTEMPTS:
-            raise Corruption(f"{text}; {self._remedy(action)}")
+            raise Corruption(f"{text}; {self._remedy(step, action)}")
         copy_tensors(self.watch.replicated(True), fault.sources)
-        if self.schedule.every > 1 and affects_training(fault.sources):
-            self.watch.record(f"step {step + 1}: {fault.text}; steps since the check before may have used it")
+        before = self.schedule.check_before(step) if not fault.sources or affects_training(fault.sources) else None
+        since = "" if before is None else f"; steps since the check at step {before + 1} may be wrong too"
+        if since:
+            self.watch.record_break(f"step {step + 1}: {fault.text}{since}")
         copied = ", ".join(f"{name} from rank {rank}" for name, rank in list(fault.sources.items())[:3])
-        self.say(f"{text}; {f'copied {copied}; ' if copied else ''}the step is done again")
+        self.say(f"{text}; {f'copied {copied}; ' if copied else ''}the step is done again{since}")
         return True
 
     def _message(self, step: int, fault: Fault) -> str:
@@ -197,10 +203,15 @@ class SpotChecks:
         devices = "".join(f"; rank {rank} is {self._devices[rank]}" for rank in fault.ranks)
         return f"{what} at step {step + 1}: {fault.text}{devices}"
 
-    def _remedy(self, action: str) -> str:
+    def _remedy(self, step: int, action: str) -> str:
         again = f"it was the same in {self._attempts} attempts; " if self._attempts > 1 else ""
-        heal = "" if action == "heal" else ", or let such a step be done again (--on_corruption heal)"
-        return f"{again}resume from the last checkpoint, without that device if it happens again{heal}"
+        before = self.schedule.check_before(step)
+        source = (
+            "the last checkpoint" if before is None else f"a checkpoint of step {before + 1} or before (--resume PATH)"
+        )
+        why = "" if before is None else f"steps since the check at step {before + 1} may be wrong too; "
+        heal = "" if action == "heal" else "; --on_corruption heal repeats such a step instead"
+        return f"{again}{why}resume from {source}, without that device if it happens again{heal}"
 
 
 def _join(found: Tensor, loss: Tensor) -> Checksums:
