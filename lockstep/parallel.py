@@ -77,7 +77,6 @@ class Tiles:
 
     def finish_gradients(self) -> Tensor:
         """Make the summed gradients ready for the optimizer; return whether they did not fit, on the device."""
-        self._check_buffers()
         self.sums.finish_step()
         return self.sums.overflow
 
@@ -94,7 +93,7 @@ class Tiles:
         if not last or self.world.size == 1:
             self.sums.add_local(last)
 
-    def _check_buffers(self) -> None:
+    def check_buffers(self) -> None:
         """After the first step: refuse a model whose forward pass changes a buffer; each rank's tiles would differ."""
         for name, buffer in _own_buffers(self._model) if self._buffers else ():
             if not torch.equal(buffer.nan_to_num(), self._buffers[name].nan_to_num()):

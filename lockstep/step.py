@@ -173,6 +173,7 @@ class TrainStep:
             return self._redo_with_smaller_micro_batches(stop_request)
         if self.confirm():  # the step before was done again: these are the gradients of weights that were replaced
             finished = self._accumulate_again(step, batches)
+        tiles.check_buffers()  # before spot checks, which would accuse a rank
         while self.spot is not None and self.spot.check(
             step, partial(self._losses, batches, finished), partial(self._repeat, step)
         ):
