@@ -119,16 +119,24 @@ class Normalizer:
         self._counts: dict[int, Tensor] = {}
         """The elements of each term, by number of the micro-batch: (terms,) float64."""
 
-    def count_terms(self, micro_batches: Iterable[MicroBatch]) -> tuple[Iterable[MicroBatch], dict[str, Tensor] | None]:
+    def count_terms(
+        self, micro_batches: Iterable[MicroBatch], local: bool = False
+    ) -> tuple[Iterable[MicroBatch], dict[str, Tensor] | None]:
         """Return the micro-batches and, of each term, the elements per sample of the global batch.
 
-        A loss of one term is passed through: None, and the micro-batches are not even fetched.
+        A loss of one term is passed through: None, and the micro-batches are not even fetched. `local`: only count.
         """
         if self.term_counts is None:
             return micro_batches, None
-        micro_batches, self._counts = list(micro_batches), {}
-        *_, names = (self.count_in(micro) for micro in micro_batches if len(micro.indices))
-        rows = self._counts
+        micro_batches, rows, names = list(micro_batches), dict[int, Tensor](), list[str]()
+        for micro in micro_batches:
+            if len(micro.indices):
+                found = self.term_counts(micro.batch, Rng.of(self.seed, micro.epochs, micro.indices))
+                names = sorted(found)
+                rows[micro.number] = torch.stack([found[name].detach().double() for name in names])
+        self._counts = rows
+        if local:
+            return micro_batches, None
         # A term without an element anywhere has a total of 0, whatever it is divided by.
         summed = (
             self._sum_tiles(rows, self.tiles) if self.tiles else self.world.sum(torch.stack(list(rows.values())).sum(0))
@@ -136,15 +144,6 @@ class Normalizer:
         global_counts = summed.clamp(min=1)
         per_sample = (global_counts / self.global_batch).to(self.dtype)
         return micro_batches, dict(zip(names, per_sample, strict=True))
-
-    def count_in(self, micro: MicroBatch) -> list[str]:
-        """Count the elements of each term in one micro-batch; return the terms."""
-        if self.term_counts is None:
-            return []
-        found = self.term_counts(micro.batch, Rng.of(self.seed, micro.epochs, micro.indices))
-        names = sorted(found)
-        self._counts[micro.number] = torch.stack([found[name].detach().double() for name in names])
-        return names
 
     def numbers(self, number: int, finished: "Finished") -> Tensor:
         """Return (n,) float64: what a micro-batch adds to the loss: total, weight, elements of each term."""

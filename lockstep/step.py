@@ -131,13 +131,12 @@ class TrainStep:
         if tiles is not None:
             tiles.start_step()
         try:
+            batches, per_sample = self.normalizer.count_terms(batches, local=repeated)
             if not repeated:
-                batches, self._per_sample = self.normalizer.count_terms(batches)
+                self._per_sample = per_sample
             for micro in batches:
                 if not len(micro.indices):
                     continue  # more micro-batches than samples on this rank; never the last one
-                if repeated:
-                    self.normalizer.count_in(micro)
                 if tiles is not None:
                     tiles.start_tile(micro.number)
                 # For dropout alone, all else is keyed: by step and tile, not by rank.
