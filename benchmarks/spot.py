@@ -63,7 +63,9 @@ def main() -> int:
     asked, flags = parser.parse_known_args()
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={asked.world}"]
-        return subprocess.run([*command, __file__, *sys.argv[1:]], check=False).returncode
+        done = subprocess.run([*command, __file__, *sys.argv[1:]], check=False, stdout=subprocess.PIPE, text=True)
+        print(done.stdout, end="")
+        return done.returncode or int(json.loads(done.stdout.splitlines()[-1])["share"] >= CLAIM)
     tile = parse(find(asked.recipe), flags, "spot").train.data.batch_size
     flags += ["--global_batch_size", str(tile * asked.tiles * asked.world)]
     with session("cpu" if "cpu" in flags else "auto") as world:
@@ -76,7 +78,7 @@ def main() -> int:
             step = f"{asked.recipe}, {asked.tiles} tile(s) per rank: a step takes {1000 * plain:.1f} ms"
             print(f"{step}, a check as long as {tiles:.2f} tiles; every {every} steps that is {100 * share:.2f} %")
             print(json.dumps({"device": str(world.device), "step": plain, "checked": checked, "share": share}))
-    return int(share >= CLAIM)
+    return 0
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from lockstep.batching import Batching
+from lockstep.distributed import World
 from lockstep.watch.fingerprints import add_checksums
-from lockstep.watch.repair import find_sources
+from lockstep.watch.repair import copy_tensors, find_sources
 from lockstep.watch.spot import Schedule
 from lockstep.watch.verdict import Dispute, settle, wrong_ranks
 
@@ -77,6 +78,7 @@ RIGHT, WRONG, OTHER = np.array([1, 2]), np.array([1, 3]), np.array([0, 2])
         ({1: WRONG, 2: RIGHT}, [RIGHT, RIGHT, RIGHT], {1}),
         ({1: WRONG, 2: RIGHT}, [WRONG, WRONG, RIGHT], {2}),
         ({1: WRONG, 2: RIGHT}, [None, WRONG, RIGHT], set()),
+        ({1: WRONG, 2: RIGHT}, [OTHER, WRONG, RIGHT], {0, 1, 2}),
         ({1: WRONG, 2: RIGHT}, [RIGHT, OTHER, WRONG], {0, 1, 2}),
     ],
 )
@@ -104,13 +106,22 @@ def test_a_second_tile_may_show_which_rank_is_wrong() -> None:
 
 def test_where_every_rank_would_be_wrong_it_is_the_recipe() -> None:
     owners = [(tile, {tile: WRONG, 1 - tile: RIGHT}, [RIGHT, RIGHT]) for tile in (0, 1)]
-    assert settled(*owners).startswith("a tile does not have the same bits when it is repeated, on any rank")
+    assert settled(*owners).startswith("a tile does not have the same bits on all ranks, and no single rank is wrong")
 
 
 def test_samples_that_differ_are_no_fault_of_a_device() -> None:
     for data, whose in ((["a", "a", "b"], " (rank 2 differs)"), (["a", "b"], "")):
         fault = settle([Dispute(5, {0: RIGHT, 1: WRONG}, [RIGHT, WRONG], data)], ["weight"])
         assert fault.text.startswith(f"the ranks do not read the same samples for tile 5{whose}:") and fault.in_recipe
+
+
+def test_tensors_of_the_host_are_not_sent_over_the_devices_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has no such broadcast; the counters of AdamW's steps are on the host."""
+    groups = []
+    monkeypatch.setattr("torch.distributed.broadcast", lambda tensor, source, group: groups.append(group))
+    world = World(cpu_group="gloo")  # type: ignore[arg-type]
+    copy_tensors({"step": torch.zeros(1), "weight": torch.zeros(1, device="meta")}, {"step": 1, "weight": 1}, world)
+    assert groups == ["gloo", None]
 
 
 def test_tensors_are_copied_from_the_majority() -> None:

@@ -81,7 +81,9 @@ class Watch:
             self.record_break(f"step {step}: the ranks do not hold the same tensors")
             return f"{drift}; --on_corruption warn: training continues"
         if self.on_corruption == "heal" and (sources := self._sources()):
-            copy_tensors(self.replicated(True), sources)
+            copy_tensors(self.replicated(True), sources, self.world)
+            if self._sources() != {}:  # what an optimizer keeps as a Python number cannot be copied into
+                raise OutOfLockstep(drift)
             if affects_training(sources):
                 self.record_break(
                     f"step {step}: a rank held other tensors; steps since the check before have used them"

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed import World
 from .agreement import minority
 
 
@@ -29,9 +30,10 @@ def affects_training(names: Iterable[str]) -> bool:
 
 
 @torch.no_grad()
-def copy_tensors(tensors: Mapping[str, Tensor], sources: Mapping[str, int]) -> None:
+def copy_tensors(tensors: Mapping[str, Tensor], sources: Mapping[str, int], world: World) -> None:
     """Copy each tensor in `sources` from that rank to all others, in place. Every rank calls this."""
     for name, rank in sources.items():
         sent = tensors[name].contiguous()
-        dist.broadcast(sent, rank)
+        # NCCL takes no tensor of the host, where optimizers keep their step counters.
+        dist.broadcast(sent, rank, group=world.cpu_group if sent.is_cpu else None)
         tensors[name].copy_(sent)

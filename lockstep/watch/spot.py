@@ -189,7 +189,7 @@ class SpotChecks:
             raise NotRepeatable(f"{text} (--spot_check_every 0 turns spot checks off)")
         if action == "stop" or fault.sources is None or self._attempts > ATTEMPTS:
             raise Corruption(f"{text}; {self._remedy(step, action)}")
-        copy_tensors(self.watch.replicated(True), fault.sources)
+        copy_tensors(self.watch.replicated(True), fault.sources, self.world)
         before = self.schedule.check_before(step) if not fault.sources or affects_training(fault.sources) else None
         since = "" if before is None else f"; steps since the check at step {before + 1} may be wrong too"
         if since:

@@ -106,8 +106,9 @@ def settle(disputes: Sequence[Dispute], names: Sequence[str]) -> Fault:
     wrong = set[int]().union(*(ranks for _, ranks in verdicts))
     if len(wrong) == len(disputes[0].again):
         return Fault(
-            "a tile does not have the same bits when it is repeated, on any rank: a loss must depend on weights, "
-            "samples and rng alone, not on other random numbers or on what earlier calls have left behind",
+            "a tile does not have the same bits on all ranks, and no single rank is wrong: a loss must depend on "
+            "weights, samples and rng alone, not on the rank, on other random numbers or on what earlier calls have "
+            "left behind",
             in_recipe=True,
         )
     dispute = next((dispute for dispute, ranks in verdicts if ranks), disputes[0])
@@ -116,15 +117,15 @@ def settle(disputes: Sequence[Dispute], names: Sequence[str]) -> Fault:
     if wrong:
         return Fault(f"rank {_join(sorted(wrong))} has computed tile {dispute.tile} wrongly ({where})", sorted(wrong))
     return Fault(
-        f"rank {a} and rank {b} get different bits for tile {dispute.tile}, and each the same again: one of them "
-        f"computes wrongly, only a third rank could show which ({where})"
+        f"rank {a} and rank {b} get different bits for tile {dispute.tile}, and each the same again ({where}): one of "
+        "them computes wrongly, and a third rank would show which; or the loss depends on the rank"
     )
 
 
 def wrong_ranks(claims: Mapping[int, Checksums], again: Sequence[Checksums | None]) -> set[int]:
     """Return who was wrong about a tile: who did not get what most ranks get now, or else what it gets now itself.
 
-    All ranks, if there is no majority and nobody gets the same twice; none, if there is no telling.
+    All ranks, if three or more have no majority, or nobody gets the same twice; none, if there is no telling.
     """
     results = [None if found is None else found.tobytes() for found in again]
     before = {rank: found.tobytes() for rank, found in claims.items()}
@@ -134,7 +135,7 @@ def wrong_ranks(claims: Mapping[int, Checksums], again: Sequence[Checksums | Non
         wrong = {rank for rank, result in enumerate(results) if result not in (right, None)}
         return wrong | {rank for rank, result in before.items() if result != right}
     wrong = {rank for rank, result in before.items() if results[rank] not in (result, None)}
-    return set(range(len(again))) if len(wrong) == len(before) else wrong
+    return set(range(len(again))) if len(wrong) == len(before) or len(given) > 2 else wrong
 
 
 def _judge_data(dispute: Dispute) -> Fault | None:
