@@ -334,8 +334,9 @@ def disturbed(
             result.failure = f"left behind: {', '.join(left)}"
         if result.failure:
             kept = Path(os.environ.get("LOCKSTEP_FAULT_LOGS", "/tmp")) / f"chaos-failed-{folder.name}"
-            shutil.copytree(run.logs, kept, dirs_exist_ok=True)
-            shutil.copytree(run.out, kept / "run", dirs_exist_ok=True, symlinks=True)
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(run.logs, kept)
+            shutil.copytree(run.out, kept / "run", symlinks=True)
             result.failure += f" (logs in {kept})"
         run.kill()
         return result
