@@ -72,10 +72,12 @@ class Sampler:
     def _write(self, recipe: Generates, samples: Tensor, stem: str) -> list[Path]:
         shutil.rmtree(self.unfinished, ignore_errors=True)
         self.unfinished.mkdir(parents=True)
-        written = recipe.save_samples(samples, self.unfinished / stem)
-        for path in self.unfinished.iterdir():
-            path.replace(self.folder / path.name)
-        self.unfinished.rmdir()
+        try:
+            written = recipe.save_samples(samples, self.unfinished / stem)
+            for path in self.unfinished.iterdir():
+                path.replace(self.folder / path.name)
+        finally:
+            shutil.rmtree(self.unfinished, ignore_errors=True)  # also what a full disk has left of a file
         return [self.folder / path.relative_to(self.unfinished) for path in written]
 
     def _fail(self, text: str) -> None:
