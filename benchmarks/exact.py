@@ -1,4 +1,4 @@
-"""What exact sums and deterministic kernels cost: the same step of a recipe with and without --exact, in turns.
+"""What exact sums, deterministic kernels and the history cost: the same step with and without --exact, in turns.
 
 python benchmarks/exact.py [--recipe dit] [--tiles 1,4] [--rounds 5] [--steps 10] [flags of lockstep train]
 """
@@ -19,6 +19,7 @@ from lockstep.flags import parse
 from lockstep.registry import find
 from lockstep.rundir import resolve_run_dir
 from lockstep.trainer import Trainer
+from lockstep.watch.drift import start_checksums
 
 
 def make(recipe: str, flags: list[str], folder: Path) -> Trainer:
@@ -44,6 +45,19 @@ def seconds(run: Trainer, steps: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
+def history_seconds(run: Trainer, rounds: int) -> float:
+    """Of the digests of one step: gradients are as large as weights, so these are read twice."""
+    tensors, times = run.model.state_dict(), []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        pending = [start_checksums(tensors) for _ in range(2)]
+        if run.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+        del pending
+    return statistics.median(times[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="dit")
@@ -67,6 +81,12 @@ def main() -> None:
             ratio = medians[name] / medians[name.replace("exact", "plain")] - 1
             print(
                 f"{asked.recipe}, {name}: {1000 * medians[name]:.2f} ms per step, {100 * ratio:+.1f} % of the plain one"
+            )
+            digests, every = history_seconds(runs[name], asked.rounds), runs[name].config.hardware.history_every
+            share = digests / every / medians[name]
+            print(
+                f"{asked.recipe}, {name}: {1000 * digests:.2f} ms for the digests of a step, {100 * share:.2f} % of a "
+                f"step with --history_every {every}"
             )
         print(json.dumps({"device": str(run.world.device), "seconds": medians}))
         runs.clear()

@@ -9,6 +9,7 @@ The manifest is written last and holds the size and SHA-256 of every file, and o
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -269,11 +270,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     raise Damaged(f"{path} is damaged: manifest.json has other contents than were written")
 
 
-def newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint that is intact, or None; each damaged one before it is reported by name."""
+def newest(folder: Path, report: Callable[[str], None], up_to: float = math.inf) -> Checkpoint | None:
+    """Return the newest checkpoint (up to a step) that is intact, or None; each damaged one is reported by name."""
     tried: set[Path] = set()
     while untried := [
-        path for path in _stored(folder) if path not in tried
+        path for path in _stored(folder) if path not in tried and (_step_of(path) or 0) <= up_to
     ]:  # listed again: a running run may delete some
         path = untried[0]
         tried.add(path)
@@ -283,6 +284,15 @@ def newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
             if path.is_dir():
                 report(f"{damage}; " + ("using the one before it" if untried[1:] else "there is none before it"))
     return None
+
+
+def states(folder: Path) -> dict[int, State]:
+    """Return, by step, the numbers of each checkpoint of a folder that can be read; nothing is verified."""
+    found: dict[int, State] = {}
+    for path in _stored(folder):
+        with suppress(OSError, ValueError):
+            found[_step_of(path) or 0] = json.loads((path / "state.json").read_text())
+    return found
 
 
 def resolve(path: Path) -> Path:

@@ -31,6 +31,8 @@ COMMANDS = {
     "predict": Command("RUN PATH [flags]", "predict for a file or a folder"),
     "data": Command("RECIPE FOLDER", "write a recipe's embedded data in the file formats of its field"),
     "verify": Command("RECIPE [flags]", "show that one rank and many train the same model"),
+    "replay": Command("RUN --step N [--samples]", "redo one step of a run, and see its samples"),
+    "bisect": Command("RUN_A RUN_B [flags]", "compare two runs: where they part, and why"),
     "audit": Command("-- SCRIPT [flags]", "find the silent distributed bugs of any training script"),
 }
 

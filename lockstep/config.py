@@ -154,6 +154,8 @@ class Hardware:
     """Steps between two spot checks of an exact run, in which each rank repeats a tile of another one; 0: none."""
     on_corruption: Literal["stop", "heal", "warn"] = "stop"
     """When a rank computes wrongly or its weights differ; heal: copy weights from other ranks and redo the step."""
+    history_every: int = 20
+    """Steps between two digests of weights and gradients in history.jsonl of an exact run; 0: none."""
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
     max_restarts: int = 0
@@ -176,6 +178,7 @@ class Hardware:
         check(valid, "nproc is `auto` or a number of processes, at least 1", self.nproc)
         check(self.spot_check_every >= 0, "spot_check_every is at least 0 (0: never)", self.spot_check_every)
         check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
+        check(self.history_every >= 0, "history_every is at least 0 steps (0: never)", self.history_every)
         check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
         wide = self.exact and self.precision == "fp64"
         check(not wide, "exact takes --precision bf16, fp16 or fp32", "fp64", "its sums are of float32 gradients")
@@ -192,6 +195,7 @@ class Hardware:
             ("spot_check_every", not self.exact, "the run is not exact (--exact)"),
             ("spot_check_every", facts.world_size == 1, "there is one rank, and no other to repeat its tiles"),
             ("on_corruption", facts.world_size == 1, "there is one rank, and no other to compare it with"),
+            ("history_every", not self.exact, "only an exact run has a history"),
             ("sync_bn", self.exact, "in an exact run BatchNorm has the statistics of a tile"),
             ("use_amp", self.use_amp and facts.on_cpu, "on a CPU it is slower; --precision bf16 turns it on"),
             ("world_size", self.world_size != facts.world_size, f"the environment says {facts.world_size}"),

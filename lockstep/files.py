@@ -1,13 +1,16 @@
-"""Files that are whole or not there: written beside, flushed, renamed."""
+"""Files that are whole or not there: written beside, flushed, renamed; and files of lines that grow with a run."""
 
 import errno
+import json
+import math
 import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 TEMPORARY = re.compile(r"\..+\.(\d+)\.[0-9a-f]{32}\.tmp")
 """The names of temporary files of `replacing`, with the number of the process that writes them."""
@@ -74,3 +77,48 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+class StepLines:
+    """A file of JSON objects, one a line, each with a `step`; a run appends to it.
+
+    Lines of steps after `last` are removed, and so is one that a crash cut off. What the disk does not take stays in
+    memory and is written with the next line.
+    """
+
+    def __init__(self, path: Path, last: float = math.inf):
+        self.path, self._last, self._waiting = path, last, bytearray()
+        self._file: IO[bytes] | None = None
+        with suppress(OSError):  # the first `append` tries again, and raises
+            self._write()
+
+    def append(self, content: Mapping[str, Any]) -> None:
+        """Write one more line; raises OSError if the disk does not take it, but keeps it."""
+        self._waiting += json.dumps(content, allow_nan=False).encode() + b"\n"
+        self._write()
+
+    def close(self) -> bool:
+        """Return whether all lines have been written."""
+        with suppress(OSError):
+            self._write()
+        if self._file is not None:
+            self._file.close()
+        return not self._waiting
+
+    def _write(self) -> None:
+        self._file = self._file or self._open()
+        while self._waiting:  # a full disk may take half a line: the other half stays, and is the first to follow
+            del self._waiting[: self._file.write(self._waiting)]
+
+    def _open(self) -> IO[bytes]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            with replacing(self.path) as clean, self.path.open("rb") as old, clean.open("wb") as new:
+                new.writelines(line for line in old if self._is_kept(line))
+        return self.path.open("ab", buffering=0)
+
+    def _is_kept(self, line: bytes) -> bool:
+        try:
+            return line.endswith(b"\n") and bool(json.loads(line)["step"] <= self._last)
+        except (ValueError, TypeError, KeyError):
+            return False

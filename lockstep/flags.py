@@ -114,7 +114,7 @@ def request_for(
     recipe: type[Recipe],
     config: TrainConfig | None,
     settings: Mapping[str, Any],
-    find_config: FindConfig,
+    find_config: FindConfig = lambda *_: None,
 ) -> Request:
     """Return the request of a library call: a whole `config`, or settings by flag name over the recipe's defaults."""
     if config is not None and settings:

@@ -256,6 +256,12 @@ def _exact_sum(values: Iterable[float]) -> float:
         return math.nan
 
 
+def sums_and_weights(finished: list[Finished]) -> Tensor:
+    """Return (n, 2) float64: the sum and the weight of each micro-batch's loss."""
+    pairs = [torch.stack([_float64(f.total, f.total.device), _float64(f.weight, f.total.device)]) for f in finished]
+    return torch.stack(pairs)
+
+
 def _float64(value: float | Tensor, device: torch.device) -> Tensor:
     """Return a number as a tensor on the device, without waiting for it as a copy from the host would."""
     return value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)

@@ -20,8 +20,10 @@ from .distributed import World
 from .exact import Exactness
 from .files import printable, write_text
 from .optim import Update
+from .provenance import launch_facts, launches_of
 from .recipe import Describes
 from .registry import file_of, spec_of
+from .rundir import read_receipt
 from .setup import Setup
 from .state import TrainState
 from .trackers import Screen
@@ -54,16 +56,22 @@ class Receipt:
         write_text(path, json.dumps({**self.facts, **dict(self.rows), "notes": self.notes}, indent=2) + "\n")
 
 
-def make_receipt(setup: Setup, state: TrainState) -> Receipt:
-    """Return the receipt of a run that begins, or resumes, now."""
+def make_receipt(setup: Setup, state: TrainState, data: dict[str, list[str]]) -> Receipt:
+    """Return the receipt of a run that begins, or resumes, now; `data` has digests of some samples of each split."""
+    request, run_dir = setup.request, setup.run_dir
+    before = read_receipt(run_dir.path).get("launches", []) if run_dir.resumes_own_run else []
     facts = {
-        "spec": spec_of(setup.request.recipe),
+        "spec": spec_of(request.recipe),
         "global_batch": setup.batching.global_batch,
-        "launch_ids": setup.run_dir.launch_ids,
-        "settings": setup.request.settings(),
+        "tiles": setup.batching.tiles,
+        "launch_ids": run_dir.launch_ids,
+        "launches": launches_of(
+            before, launch_facts(setup.world, request, state.progress.step, run_dir.resume_from, data)
+        ),
+        "settings": request.settings(),
     }
     broken = [f"no longer exact: {why}" for why in (state.exactness.breaks if state.exactness else [])]
-    return Receipt(facts, _rows(setup, state), [*setup.run_dir.notes, *broken, *_notes(setup, state.model)])
+    return Receipt(facts, _rows(setup, state), [*run_dir.notes, *broken, *_notes(setup, state.model)])
 
 
 def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ engine calls, in order:
     lockstep predict:                          Predicts: predict_dataset(path); predict_batch() on each batch;
                                                save_predictions() on rank 0, in order
     lockstep data:                             EmbedsData: write_data(folder), in the form that dataset() reads
+    lockstep replay --samples:                 Pictures: picture_of() of the samples with the largest losses
     the receipt:                               Describes: describe_model(), describe_data()
 """
 
@@ -222,6 +223,14 @@ class EmbedsData(ABC):
         """Write the embedded data as files that `dataset` reads; return a line that says what was written."""
 
 
+class Pictures(ABC):
+    """Has training samples to look at."""
+
+    @abstractmethod
+    def picture_of(self, item: Any) -> tuple[Tensor, str]:
+        """Return an item of the training set, after `augment`, as an image (3, H, W) uint8, and its label in words."""
+
+
 class Describes(ABC):
     """Says more in the receipt than the type of the model and the number of samples."""
 
@@ -244,6 +253,7 @@ CAPABILITIES = (
     Generates,
     Scores,
     EmbedsData,
+    Pictures,
     Describes,
 )
 """What a recipe may derive from beside `Recipe`."""

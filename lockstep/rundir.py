@@ -35,6 +35,8 @@ class RunDir:
     resume_from: Path | None = None
     global_batch: int | None = None
     """That of an earlier launch of this run which was restarted before its first checkpoint."""
+    tiles: int | None = None
+    """The tiles of an exact run, likewise: they do not follow from the number of ranks of this launch."""
     notes: list[str] = field(default_factory=list)
     """For the receipt."""
     launch_ids: list[LaunchId] = field(default_factory=list)
@@ -89,7 +91,8 @@ def _choose(run: Run, runs: Path, launch_ids: list[LaunchId]) -> RunDir:
     notes: list[str] = []
     if restarted := _restarted_run(launch_ids, out, runs):
         run_dir = _resume_newest("auto", restarted, runs, notes.append)
-        run_dir.global_batch = _read_receipt(restarted / "receipt.json")["global_batch"]
+        receipt = read_receipt(restarted)
+        run_dir.global_batch, run_dir.tiles = receipt["global_batch"], receipt.get("tiles")
         notes.append("the processes of this run were restarted")
     elif run.resume is None:
         folder = out or _new_folder(runs)
@@ -116,19 +119,31 @@ def _restarted_run(launch_ids: list[LaunchId], out: Path | None, runs: Path) -> 
     """Return the folder of this very run, if one of our agents has started it before in other processes than these."""
     agents, workers = ({launch_id[i] for launch_id in launch_ids} for i in (0, 1))
     for receipt in [out / "receipt.json"] if out else sorted(runs.glob("*/receipt.json"), reverse=True):
-        before = _read_receipt(receipt).get("launch_ids", [])
+        before = read_receipt(receipt.parent).get("launch_ids", [])
         if agents & {agent for agent, _ in before} and not workers & {worker for _, worker in before}:
             return receipt.parent
     return None
 
 
-def _read_receipt(path: Path) -> dict[str, Any]:
-    """Return the content of a receipt; nothing for one that is missing or damaged."""
+def read_receipt(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's receipt; nothing for one that is missing or damaged."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads((folder / "receipt.json").read_text())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def first_launch(receipt: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of the launch that began a run; nothing for a receipt that has none."""
+    launches = receipt.get("launches") or [{}]
+    return dict(launches[0])
+
+
+def launch_of(receipt: dict[str, Any], step: int) -> dict[str, Any]:
+    """Return the facts of the launch that made `step`; nothing for a receipt that has none."""
+    made = (launch for launch in reversed(receipt.get("launches", [])) if launch["step"] < step)
+    return dict(next(made, first_launch(receipt)))
 
 
 def holds_run(folder: Path) -> bool:

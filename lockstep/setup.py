@@ -24,6 +24,7 @@ from .rundir import RunDir
 from .state import Progress, TrainState
 from .watch import Watch
 from .watch.data import DataWatch
+from .watch.history import History
 from .watch.ledger import Ledger
 
 
@@ -102,7 +103,7 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     before = saved.state.get("exact") if saved else None
     if config.hardware.exact:
         tiles = -(-batching.global_batch // config.data.batch_size)
-        batching = batching.in_tiles(before["tiles"] if before else tiles)
+        batching = batching.in_tiles(before["tiles"] if before else run_dir.tiles or tiles)
     elif before:
         run_dir.notes.append("the run was exact up to its last checkpoint, and no longer is: give --exact")
 
@@ -121,7 +122,9 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
 
     emas = [Ema(model, decay) for decay in config.optim.ema_decay]
     progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
-    state = TrainState(model, _update(setup, model), emas, ledger, progress, exactness)
+    every = config.hardware.history_every if exactness else 0
+    history = History(world, run_dir.path, model, every, batching.global_batch) if every else None
+    state = TrainState(model, _update(setup, model), emas, ledger, progress, exactness, history)
     if setup.in_tiles:
         sum_exactly(setup, state)
     own = batchnorm.has_batch_norm(model) and not (sync_bn or setup.in_tiles)

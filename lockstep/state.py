@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .checkpoint import Checkpoint, Tensors, export
 from .exact import Exactness, ExactSums
 from .optim import Ema, OptimizerState, Update
+from .watch.history import History
 from .watch.ledger import Ledger
 from .weights import check_shapes
 
@@ -63,9 +64,10 @@ class TrainState:
         ledger: Ledger,
         progress: Progress,
         exactness: Exactness | None = None,
+        history: History | None = None,
     ):
         self.model, self.update, self.emas, self.ledger, self.progress = model, update, emas, ledger, progress
-        self.exactness = exactness
+        self.exactness, self.history = exactness, history
         self._sums: ExactSums | None = None
         self._tensors: dict[str, Stateful] = {
             "model": model,
@@ -84,6 +86,8 @@ class TrainState:
             self._numbers["scaler"] = update.scaler
         if exactness is not None:
             self._numbers["exact"] = exactness
+        if history is not None:
+            self._numbers["history"] = history
 
     @property
     def sums(self) -> ExactSums | None:
@@ -128,7 +132,7 @@ class TrainState:
                 part.load_state_dict(saved.tensors[name])
         flat = saved.state if "progress" not in saved.state else None  # version 0.1 wrote most numbers side by side
         for name, part in self._numbers.items():
-            if (numbers := saved.state.get(name, None if name == "exact" else flat)) is not None:
+            if (numbers := saved.state.get(name, None if name in ("exact", "history") else flat)) is not None:
                 part.load_state_dict(numbers)
 
     def export(self, folder: Path, recipe: str) -> None:

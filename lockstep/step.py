@@ -15,7 +15,7 @@ from torch import Tensor
 from . import loader
 from .batching import MicroBatch
 from .exact import Numbered
-from .loss import ExactLossSums, Finished, LossSums, Objective
+from .loss import ExactLossSums, Finished, LossSums, Objective, sums_and_weights
 from .outcome import OutOfMemory
 from .parallel import Replica, Tiles
 from .setup import Setup, sum_exactly
@@ -23,6 +23,7 @@ from .state import TrainState
 from .stream import Slice, Stream
 from .watch import Watch
 from .watch.spot import Schedule, SpotChecks
+from .watch.history import StepNumbers
 
 OUT_OF_MEMORY = 1000
 """A stop request more urgent than any signal's number."""
@@ -112,7 +113,13 @@ class TrainStep:
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None  # frees its memory
             return self._redo_with_smaller_micro_batches(stop_request)
+        history = self.state.history
+        if history is not None:  # an exact run of one tile
+            history.digest_gradients(step + 1)
         self.state.update.step(step, self.normalizer.gradient_factor())
+        if history is not None:
+            history.digest_weights(step + 1)
+            self._record(step, finished)
         for ema in self.state.emas:
             ema.update(step)
         self.samples_used += [micro.samples for micro in finished]
@@ -210,9 +217,14 @@ class TrainStep:
         return finished
 
     def _update_exactly(self, step: int, tiles: Tiles) -> None:
-        overflow = tiles.finish_gradients()
+        """Update the weights; the history has digests of the summed gradients before, and of the weights after."""
+        overflow, history = tiles.finish_gradients(), self.state.history
+        if history is not None:
+            history.digest_gradients(step + 1)
         skipped = self.state.update.step(step, self.normalizer.gradient_factor(), overflow)
         tiles.finish_statistics(skipped)
+        if history is not None:
+            history.digest_weights(step + 1)
 
     def confirm(self) -> bool:
         """Wait until the last step of an exact run is known to have fitted its grid, or do it again on a coarser one.
@@ -227,11 +239,22 @@ class TrainStep:
             again = True
             finished = self._accumulate_again(step, batches)
             self._update_exactly(step, self.tiles)
+        self._record(step, finished, again)
         for ema in self.state.emas:
             ema.update(step)
         self.samples_used += [micro.samples for micro in finished]
         self.loss_sums.add(finished)
         return again
+
+    def _record(self, step: int, finished: list[Finished], again: bool = False) -> None:
+        """Let a step count in the history; `again`: it was done again on a coarser grid."""
+        history, update = self.state.history, self.state.update
+        if history is None:
+            return
+        history.redone_steps += again
+        if history.is_due(step + 1):
+            lr, tiles = update.optimizer.param_groups[0]["lr"], self.setup.batching.tiles or 1
+            history.add(step + 1, StepNumbers(lr, tiles, sums_and_weights(finished), update.bad_steps))
 
     def _redo_with_smaller_micro_batches(self, stop_request: int) -> int:
         """Halve the micro-batch on all ranks, because one was out of memory; the global batch stays."""

@@ -11,7 +11,6 @@ Only metrics.jsonl is tried again at every later log, as a full disk may be free
 """
 
 import errno
-import json
 import math
 import os
 import shlex
@@ -21,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, ClassVar, TextIO
+from typing import Any, ClassVar, TextIO
 
 import rich.console
 from PIL import Image
@@ -31,7 +30,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from .config import Run
-from .files import printable, replacing
+from .files import StepLines, printable
+from .plots import draw, finite, read_metrics
 
 
 class Tracker(ABC):
@@ -150,55 +150,23 @@ class JsonLines(Tracker):
     """One JSON object a line: {"step": ..., "time": seconds since 1970, **values}, handed to the disk at once.
 
     What is not finite is written as null: JSON has no word for it. Lines of steps after `resume_step`, left by a run
-    that got further than its last checkpoint, are removed (with -1, all), and so is one that a crash cut off.
+    that got further than its last checkpoint, are removed (with -1, all).
     """
 
     def __init__(self, path: Path, resume_step: int | None = None, clock: Callable[[], float] = time.time):
-        self._path, self._clock, self._waiting = path, clock, bytearray()
-        self._last = math.inf if resume_step is None else resume_step
-        self._file: IO[bytes] | None = None
-        with suppress(OSError):  # the first `log` tries again, and says why
-            self._write()
+        self._lines, self._clock = StepLines(path, math.inf if resume_step is None else resume_step), clock
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = json.dumps({"step": step, "time": round(self._clock(), 3), **finite}, allow_nan=False)
-        self._waiting += line.encode() + b"\n"
-        self._write()
+        self._lines.append({"step": step, "time": round(self._clock(), 3), **finite})
 
     def close(self) -> str | None:
-        with suppress(OSError):
-            self._write()
-        if self._file is not None:
-            self._file.close()
-        return f"{self._path} lacks its last lines: they could not be written" if self._waiting else None
-
-    def _write(self) -> None:
-        self._file = self._file or self._open()
-        while self._waiting:  # a full disk may take half a line: the other half stays, and is the first to follow
-            del self._waiting[: self._file.write(self._waiting)]
-
-    def _open(self) -> IO[bytes]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            with replacing(self._path) as clean, self._path.open("rb") as old, clean.open("wb") as new:
-                new.writelines(line for line in old if self._is_kept(line))
-        return self._path.open("ab", buffering=0)
-
-    def _is_kept(self, line: bytes) -> bool:
-        try:
-            return line.endswith(b"\n") and bool(json.loads(line)["step"] <= self._last)
-        except (ValueError, TypeError, KeyError):
-            return False
+        complete = self._lines.close()
+        return None if complete else f"{self._lines.path} lacks its last lines: they could not be written"
 
 
 class Curves(Tracker):
     """When all is over, a picture of metrics.jsonl: one panel for each value, training and validation together."""
-
-    not_drawn = {
-        "step", "time", "epoch", "watch_seconds", "epochs_proven", "skipped_steps", "checkpoint_pause_seconds",
-        "failed_outputs", "straggler", "straggler_lost_share",
-    }  # fmt: skip
 
     def __init__(self, lines: Path, picture: Path):
         self._lines, self._picture = lines, picture
@@ -210,30 +178,13 @@ class Curves(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None:
-        series: dict[str, list[tuple[int, float]]] = {}
-        for line in map(json.loads, self._lines.read_text().splitlines()):
-            for name, value in line.items():
-                if name not in self.not_drawn and value is not None:
-                    series.setdefault(name, []).append((line["step"], value))
+        series = finite(read_metrics(self._lines))
         if all(len(points) < 2 for points in series.values()):  # of a point there is no curve
             return
-        from matplotlib.figure import Figure  # not pyplot: no window system is asked for
-
-        panels = list(dict.fromkeys(name.removeprefix("val/") for name in series))[:12]
-        columns = min(3, len(panels))
-        rows = -(-len(panels) // columns)
-        figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
-        for i, panel in enumerate(panels):
-            axes = figure.add_subplot(rows, columns, i + 1, title=panel, xlabel="step")
-            for name in (panel, f"val/{panel}"):
-                if name in series:
-                    mark = "o" if len(series[name]) < 30 else None
-                    label = "validation" if name.startswith("val/") else "training"
-                    axes.plot(*zip(*series[name], strict=True), marker=mark, markersize=3, linewidth=1.2, label=label)
-            if panel in series and f"val/{panel}" in series:
-                axes.legend()
-            axes.grid(alpha=0.3)
-        figure.savefig(self._picture, dpi=110)
+        labels = {"training": "", "validation": "val/"}
+        names = dict.fromkeys(name.removeprefix("val/") for name in series)
+        panels = {n: {k: series[p + n] for k, p in labels.items() if p + n in series} for n in names}
+        draw(panels, self._picture)
 
 
 class TensorBoard(Tracker):

@@ -25,6 +25,7 @@ from .sampling import Sampler
 from .setup import prepare
 from .step import TrainStep
 from .stream import Slice
+from .watch.history import discard_history
 from .watch.stragglers import StepTime, StepTimes, Stragglers
 
 FP16_OVERFLOWS = 20
@@ -64,6 +65,15 @@ class Trainer:
         with plain_errors():
             self.stop_request = self.step.run(self.signals.received)
 
+    def redo_step(self) -> None:
+        """Make one step of a replay, and the evaluation after it if the learning rate follows it."""
+        self.train_step()
+        self.progress.step += 1
+        self.step.confirm()
+        self.step.samples_used.clear()
+        if self.update.schedule.kind == "plateau" and self._is_due("eval"):
+            self._evaluate()
+
     def fit(self) -> Outcome:
         """Train to the end, or until a stop is requested; then save everything."""
         self._check_best_metric()
@@ -76,6 +86,8 @@ class Trainer:
                 if self.world.is_main:
                     self.checkpoints.wait()
                 self.trackers.close()
+                if self.state.history is not None:
+                    self.state.history.close()
 
     def _loop(self) -> Outcome:
         stopped_by, run, progress, n_steps = None, self.config.run, self.progress, self.setup.batching.n_steps
@@ -120,11 +132,15 @@ class Trainer:
 
     def _open_trackers(self) -> None:
         """Write and show the receipt, and open everything that values are logged to."""
+        if self.state.history is not None:
+            self.state.history.open(self.progress.step, self.setup.batching.tiles or 1)
         if not self.world.is_main:
             return
         request, step = self.setup.request, self.progress.step
+        if self.state.history is None:
+            discard_history(self.folder, step)
         started_before = self.setup.run_dir.resume_from or (self.folder / "receipt.json").exists()
-        receipt = make_receipt(self.setup, self.state)
+        receipt = make_receipt(self.setup, self.state, self.watch.data.digests())
         try:
             request.write(self.folder / "config.yaml")
             receipt.write(self.folder / "receipt.json")
@@ -147,6 +163,7 @@ class Trainer:
     def _log(self) -> None:
         """Log the values of the steps since the last log, and check that the ranks agree."""
         self.step.confirm()
+        self._write_history()
         values = self.step.loss_sums.means(self.world)
         self.world.activity.device_steps.clear()
         now, step, batching = time.perf_counter(), self.progress.step, self.setup.batching
@@ -176,6 +193,13 @@ class Trainer:
         if self.world.is_main and (failure := self.checkpoints.failure()):
             self.say(failure)
         self._logged_at, self._logged_step = time.perf_counter(), step
+
+    def _write_history(self) -> None:
+        """Write the digests of the steps since the last time."""
+        if self.state.history is not None:
+            self.state.history.write()
+            if failure := self.state.history.failure():
+                self.say(failure)
 
     def _check_bad_steps(self) -> None:
         """Say which step was skipped, and once which of its samples are to blame; fail if there are too many."""
@@ -292,6 +316,9 @@ class Trainer:
     def _save(self, final: bool = False) -> None:
         """Copy everything off the device and write it in the background. Every rank calls this."""
         self.step.confirm()
+        self._write_history()
+        if self.state.history is not None:
+            self.state.history.flush()
         self.check_ranks(everything=True)  # what is saved is right, and the ledger is at the step of the weights
         self._check_bad_steps()  # a run that is stopped before its next log would not say it
         tensors, numbers = self.state.capture()
@@ -326,6 +353,8 @@ class Trainer:
         with self.world.activity.during(activity.SAVING):
             if self.progress.step > self.resumed_step:
                 self._save_at_end(done)
+            if self.state.history is not None and self.world.is_main:
+                self.say(self.state.history.summary(self.progress.step))
             if done and self.world.is_main:
                 self._export()
         if done:

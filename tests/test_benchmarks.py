@@ -67,7 +67,9 @@ def test_every_benchmark_has_a_test_here() -> None:
 @pytest.mark.slow
 def test_exact_prints_the_cost_of_exact_sums() -> None:
     *rows, last = printed("exact.py", *SMALL, "--tiles", "1,2", "--rounds", "1", "--steps", "1").splitlines()
-    assert [bool(re.fullmatch(r"dit, exact, [12] tile\(s\): [\d.]+ ms per step, .* of the plain one", r)) for r in rows]
+    cost = r"dit, exact, [12] tile\(s\): [\d.]+ ms per step, .* of the plain one"
+    digests = r"dit, exact, [12] tile\(s\): [\d.]+ ms for the digests of a step, [\d.]+ % of a step with .* 20"
+    assert len(rows) == 4 and all(re.fullmatch(p, row) for p, row in zip([cost, digests] * 2, rows, strict=True))
     assert set(json.loads(last)["seconds"]) == {f"{kind}, {n} tile(s)" for kind in ("plain", "exact") for n in (1, 2)}
 
 

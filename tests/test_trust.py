@@ -92,7 +92,7 @@ def test_a_file_that_was_trained_with_needs_no_flag() -> None:
 
 def test_a_run_of_an_installed_recipe_needs_no_flag(foreign: Path) -> None:
     name_recipe("vision")
-    assert trained._recorded_recipe(Path("run")) == "vision"
+    assert trained.recorded_recipe(Path("run")) == "vision"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"spec": ""}'])

@@ -85,12 +85,12 @@ def recipe_of(path: Path, words: list[str]) -> Recipe:
 
 def _load_request(path: Path, given: str | None) -> tuple[Recipe, tuple[float, ...]]:
     folder = rundir.run_folder(path)
-    found = registry.find(given or _recorded_recipe(folder))
+    found = registry.find(given or recorded_recipe(folder))
     request = flags.parse(found, ["--config", str(folder / "config.yaml")], "lockstep")
     return found(request.options), request.train.optim.ema_decay
 
 
-def _recorded_recipe(folder: Path) -> str:
+def recorded_recipe(folder: Path) -> str:
     """Return what the receipt names as the recipe of a run; a ValueError for a file that the user may not know."""
     try:
         spec = str(json.loads((folder / "receipt.json").read_text())["spec"])

@@ -1,6 +1,6 @@
 """Image files read and written, ImageNet's normalisation, Pascal VOC's colours."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,3 +164,15 @@ def voc_palette() -> np.ndarray:
     label, bit = np.arange(256)[:, None], np.arange(8)
     channels = [((label >> (3 * bit + channel)) & 1) << (7 - bit) for channel in range(3)]
     return np.stack([channel.sum(1) for channel in channels], axis=1).astype(np.uint8)
+
+
+def with_labels(image: Tensor, labels: Tensor, names: Sequence[str], background: bool) -> tuple[Tensor, str]:
+    """Return an image (3, H, W) uint8, half in the colours of its labels (H, W), and the names of their classes.
+
+    Pixels without a label stay as they are, and without `background` so do those of class 0.
+    """
+    labels = labels.long().cpu()
+    seen = (labels != IGNORE) & (background | (labels != 0))
+    colours = torch.from_numpy(voc_palette())[labels].permute(2, 0, 1)
+    mixed = torch.where(seen, (image.cpu().int() + colours.int()) // 2, image.cpu().int())
+    return mixed.to(torch.uint8), ", ".join(names[k] for k in labels[seen].unique().tolist())

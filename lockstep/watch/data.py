@@ -84,6 +84,13 @@ class DataWatch:
         self._cost /= max(1, len(_first_of_splits(places)))  # more than a single sample takes: the first guess
         return notes
 
+    def digests(self) -> dict[str, list[str]]:
+        """Return, of each split, its size and the digests of a few samples on this rank, for the receipt."""
+        with preserved_generators():
+            read = self._read(self._some_places())
+        sizes = {name: [f"{split.size} samples"] for name, split in self.splits.items() if split}
+        return {name: [*size, *(r.digest for p, r in read.items() if p[0] == name)] for name, size in sizes.items()}
+
     def choose(self, step: int) -> list[Place]:
         """Return, on rank 0, the sample to compare now: none as long as that would take more than `SHARE`."""
         names = [name for name, split in self.splits.items() if split and split.size and name not in self.random]

@@ -7,6 +7,7 @@ different tensors have the same one with a probability of about 2^-32. It is the
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -27,27 +28,49 @@ _IN_CACHE = 1 << 18
 """Words that a CPU multiplies at a time. A GPU takes `_TOGETHER`: more calls cost more than the memory."""
 
 
-@torch.no_grad()
 def checksums(tensors: dict[str, Tensor], positions: bool = True) -> dict[str, int]:
     """Return a checksum of each tensor: one pass over its bytes, one wait for the device.
 
     Without `positions` words may change places within a block unnoticed, at half the cost.
     """
+    return start_checksums(tensors, positions).read()
+
+
+@dataclass(frozen=True)
+class PendingChecksums:
+    """Checksums that the device is computing."""
+
+    names: list[str]
+    groups: list[list[str]]
+    """Names of tensors of one shape, which were copied together."""
+    shapes: list[torch.Size]
+    """Of each group's sums: tensors × blocks."""
+    sums: Tensor | None
+    """The sums of all blocks, flat."""
+
+    def read(self) -> dict[str, int]:
+        """Return the checksums by name; waits for the device."""
+        if self.sums is None:
+            return {}
+        flat, found, start = self.sums.cpu().numpy().view(np.uint64), dict[str, int](), 0
+        for names, shape in zip(self.groups, self.shapes, strict=True):
+            blocks = flat[start : start + shape.numel()].reshape(shape)
+            found |= dict(zip(names, _combine(blocks), strict=True))
+            start += shape.numel()
+        return {name: found[name] for name in self.names}
+
+
+@torch.no_grad()
+def start_checksums(tensors: dict[str, Tensor], positions: bool = True) -> PendingChecksums:
+    """Return the checksums of tensors as they are now, without waiting for the device."""
     alike: dict[Any, list[str]] = {}
     for name, t in tensors.items():
         small = t.numel() <= (_SMALL_ON_CPU if t.is_cpu else _SMALL_ON_GPU)
         alike.setdefault((t.shape, t.dtype, t.device) if small else name, []).append(name)
     groups = [names for group in alike.values() for names in _chunks(group, tensors[group[0]].numel())]
     sums = [_block_sums(_words([tensors[name] for name in names]), positions) for names in groups]
-    if not sums:
-        return {}
-    flat = torch.cat([s.flatten().to(sums[0].device) for s in sums]).cpu().numpy().view(np.uint64)
-    found, start = dict[str, int](), 0
-    for names, group in zip(groups, sums, strict=True):
-        blocks = flat[start : start + group.numel()].reshape(group.shape)
-        found |= dict(zip(names, _combine(blocks), strict=True))
-        start += group.numel()
-    return {name: found[name] for name in tensors}
+    flat = torch.cat([s.flatten().to(sums[0].device) for s in sums]) if sums else None
+    return PendingChecksums(list(tensors), groups, [s.shape for s in sums], flat)
 
 
 def _chunks(names: list[str], size: int) -> Iterator[list[str]]:

@@ -16,11 +16,12 @@ from PIL import Image
 from processes import environment
 from torch import Tensor
 
+from lockstep import Augments, Rng, registry
 from lockstep.files import printable
 from lockstep.recipes import images
 from lockstep.recipes.folders import files_below
 from lockstep.recipes.jit.data import load as load_jit
-from lockstep.recipes.pixels import image_files, read_labels, read_rgb
+from lockstep.recipes.pixels import image_files, read_labels, read_rgb, with_labels
 from lockstep.recipes.scribble import files as scribble
 from lockstep.recipes.vision import masks
 
@@ -245,3 +246,27 @@ def test_names_that_are_not_utf8_are_cached_listed_and_named(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="cannot be read") as error:
         read_rgb(broken)
     assert "caf\\xe9.png cannot be read" in printable(str(error.value))
+
+
+@pytest.mark.parametrize("recipe", ["dit", "jit", "vision", "vision unet", "scribble"])
+def test_a_training_sample_is_drawn_with_its_label(recipe: str) -> None:
+    name, *model = recipe.split()
+    found = registry.find(name)
+    made = found(found.Options(model=model[0]) if model else None)
+    item = made.dataset("train")[5]
+    if isinstance(made, Augments):
+        item = made.augment(item, Rng.of(0, torch.zeros(1, dtype=torch.long), torch.tensor([5])))
+    image, label = made.picture_of(item)
+    assert image.dtype == torch.uint8 and image.shape == item["image"].shape
+    names = made.dataset("train").names if name in ("dit", "jit") else made.names
+    assert label and set(label.split(", ")) <= set(names)
+    assert torch.equal(image, item["image"]) == (name not in ("scribble",) and not model)
+
+
+def test_labels_are_drawn_where_there_are_some() -> None:
+    image, labels = torch.full((3, 2, 2), 100, dtype=torch.uint8), torch.tensor([[0, 1], [255, 1]])
+    tinted, text = with_labels(image, labels, ("ground", "plane"), background=False)
+    assert text == "plane" and tinted[:, 0, 1].tolist() == [(100 + 128) // 2, 50, 50]
+    assert (tinted[:, :, 0] == 100).all()
+    tinted, text = with_labels(image, labels, ("ground", "plane"), background=True)
+    assert text == "ground, plane" and tinted[:, 0, 0].tolist() == [50, 50, 50] and (tinted[:, 1, 0] == 100).all()

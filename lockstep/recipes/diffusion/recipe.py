@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import check
-from ...recipe import Batch, Describes, EmbedsData, Generates, Recipe, Split
+from ...recipe import Batch, Describes, EmbedsData, Generates, Pictures, Recipe, Split
 from ...rng import Rng
 from ..images import Images, describe
 from . import grids
@@ -59,7 +59,7 @@ class DiffusionOptions:
             check(math.isfinite(cfg) and cfg >= 0, "sample_cfg is 0 or more", cfg, "1 is no guidance")
 
 
-class DiffusionRecipe(Recipe, Generates, EmbedsData, Describes):
+class DiffusionRecipe(Recipe, Generates, EmbedsData, Pictures, Describes):
     """What `dit` and `jit` share."""
 
     options: DiffusionOptions
@@ -150,6 +150,9 @@ class DiffusionRecipe(Recipe, Generates, EmbedsData, Describes):
     def save_samples(self, samples: Tensor, path: Path) -> list[Path]:
         """Write a grid as PNG, one class per column, and the trajectory as GIF."""
         return grids.save(samples, self.classes, path)
+
+    def picture_of(self, item: dict[str, Tensor]) -> tuple[Tensor, str]:
+        return item["image"], self.train_images.names[int(item["label"])]
 
     def describe_model(self, model: nn.Module) -> str:
         return f"{self.options.model}, {self.options.depth or self.size.depth} of {self.size.depth} blocks"

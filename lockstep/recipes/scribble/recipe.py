@@ -24,6 +24,7 @@ from ...recipe import (
     Describes,
     EmbedsData,
     Loss,
+    Pictures,
     Predicts,
     Pretrained,
     Recipe,
@@ -34,7 +35,7 @@ from ...recipe import (
 )
 from ...rng import Rng
 from ..confusion import accuracy, class_mean, confusion_matrix, per_class
-from ..pixels import normalise
+from ..pixels import normalise, with_labels
 from . import data, losses
 from .augment import Augmentation, augment
 from .files import write_map
@@ -108,7 +109,7 @@ class ScribbleOptions:
         check(positive, "test_scales are one or more factors above 0", self.test_scales, "1.0 will do")
 
 
-class ScribbleRecipe(Recipe, Augments, SeveralTerms, Pretrained, Tests, Predicts, EmbedsData, Describes):
+class ScribbleRecipe(Recipe, Augments, SeveralTerms, Pretrained, Tests, Predicts, EmbedsData, Pictures, Describes):
     """Semantic segmentation from scribbles and pseudo labels."""
 
     Options: ClassVar[type] = ScribbleOptions
@@ -278,6 +279,9 @@ class ScribbleRecipe(Recipe, Augments, SeveralTerms, Pretrained, Tests, Predicts
 
     def write_data(self, folder: Path) -> str:
         return data.write(folder, self.options.crop_size)
+
+    def picture_of(self, item: dict[str, Tensor]) -> tuple[Tensor, str]:
+        return with_labels(item["image"], item["scribble"], self.names, background=True)
 
     def describe_model(self, model: nn.Module) -> str:
         assert isinstance(model, Segmenter)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import check
-from ...recipe import Batch, Describes, EmbedsData, Loss, Predicts, Pretrained, Recipe, Split, Sums, Tests
+from ...recipe import Batch, Describes, EmbedsData, Loss, Pictures, Predicts, Pretrained, Recipe, Split, Sums, Tests
 from ...rng import Rng
 from ..confusion import IGNORE, accuracy, class_mean, confusion_matrix, per_class
 from ..images import describe
-from ..pixels import normalise
+from ..pixels import normalise, with_labels
 from . import data, report
 from .losses import soft_dice
 from .model import build, count_flops, load_pretrained, patch_for, stem_for, summary
@@ -78,7 +78,7 @@ class VisionOptions:
             check(self.log_level in _LEVELS, f"log_level is one of {', '.join(_LEVELS)}", self.log_level)
 
 
-class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Describes):
+class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Pictures, Describes):
     """Image classification (ResNet, ViT) and segmentation (UNet)."""
 
     Options: ClassVar[type] = VisionOptions
@@ -291,6 +291,11 @@ class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Describes):
     def write_data(self, folder: Path) -> str:
         side = self.options.img_size or data.native_side(None)
         return data.write(folder, side, self.segments, self.options.max_samples)
+
+    def picture_of(self, item: dict[str, Tensor]) -> tuple[Tensor, str]:
+        if self.segments:
+            return with_labels(item["image"], item["mask"], self.names, background=False)
+        return item["image"], self.names[int(item["label"])]
 
     def describe_model(self, model: nn.Module) -> str:
         options, side, classes = self.options, self.side, len(self.names)
