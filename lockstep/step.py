@@ -22,8 +22,8 @@ from .setup import Setup, sum_exactly
 from .state import TrainState
 from .stream import Slice, Stream
 from .watch import Watch
-from .watch.spot import Schedule, SpotChecks
 from .watch.history import StepNumbers
+from .watch.spot import Schedule, SpotChecks
 
 OUT_OF_MEMORY = 1000
 """A stop request more urgent than any signal's number."""
