@@ -15,6 +15,7 @@ from torch import Tensor
 from . import loader
 from .batching import MicroBatch
 from .exact import Numbered
+from .hashing import GOLDEN_GAMMA
 from .loss import ExactLossSums, Finished, LossSums, Objective, sums_and_weights
 from .outcome import OutOfMemory
 from .parallel import Replica, Tiles
@@ -22,6 +23,7 @@ from .setup import Setup, sum_exactly
 from .state import TrainState
 from .stream import Slice, Stream
 from .watch import Watch
+from .watch.draws import recording_draws
 from .watch.history import StepNumbers
 from .watch.spot import Schedule, SpotChecks
 
@@ -49,6 +51,8 @@ class TrainStep:
         self.loss_sums = ExactLossSums() if setup.config.hardware.exact else LossSums()
         self.samples_used: list[Slice] = []
         """Since the last check of the ledger."""
+        self.unkeyed_draws: list[str] = []
+        """What is to be said about random numbers that the loss does not take from `rng`; known with several ranks."""
         self._unconfirmed: tuple[int, list[MicroBatch], list[Finished]] | None = None
         """Of an exact run: the last step, until it is known that its gradients fitted the grid."""
         self._per_sample: dict[str, Tensor] | None = None
@@ -90,7 +94,9 @@ class TrainStep:
         samples = Slice(samples.epoch[:2], samples.index[:2])
         micro = self._fetch(samples, 0)
         _, per_sample = self.normalizer.count_terms([micro])
-        self.replica.warm_up(micro, per_sample, self.precision.autocast)
+        with recording_draws() as draws:
+            self.replica.warm_up(micro, per_sample, self.precision.autocast)
+        self.unkeyed_draws = draws.notes(self.setup.config.hardware.exact)
         self._discard_gradients()
 
     def _fetch(self, samples: Slice, number: int) -> MicroBatch:
@@ -146,8 +152,9 @@ class TrainStep:
                     continue  # more micro-batches than samples on this rank; never the last one
                 if tiles is not None:
                     tiles.start_tile(micro.number)
-                # For dropout alone, all else is keyed: by step and tile, not by rank.
-                torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + micro.number)
+                # For dropout alone, all else is keyed: by step and first sample, not by rank.
+                first = int(micro.samples.index[0])
+                torch.manual_seed(((self.seed * 1_000_003 + step) * GOLDEN_GAMMA + first) % 2**64)
                 with nullcontext() if micro.last and sync else self.replica.no_sync():
                     with self.precision.autocast:
                         total, weight, logs = self.replica.forward(

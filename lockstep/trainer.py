@@ -59,6 +59,7 @@ class Trainer:
             self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", self.config.run.keep)
         with plain_errors():
             self.step = TrainStep(self.setup, self.state, self.watch, self.step_times.gradients_ready, self.say)
+        run_dir.notes.extend(self.step.unkeyed_draws)
 
     def train_step(self) -> None:
         """Make one optimizer update from one global batch, by all ranks."""

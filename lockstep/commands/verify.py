@@ -31,13 +31,15 @@ from torch import Tensor, nn
 
 from .. import checkpoint, distributed, launch, registry, rng, rundir
 from ..batchnorm import has_batch_norm
-from ..flags import parse
+from ..flags import Request, parse
 from ..trainer import Trainer
 from ..weights import read_weights
 
 RANK_OF = "--rank_of"
 """How this command starts itself as a rank of one of its runs."""
 ACCUMULATED = "1 rank, accumulation 4"
+BY_SAMPLE = "on: every micro-batch has one sample, so that masks are the same on any number of ranks"
+OFF = "off: it would depend on how the batch is cut, as BatchNorm does; --bits compares with dropout"
 LIMITS = {"fp64": (1e-9, 1e-9), "fp32": (math.inf, 1e-4)}
 """By precision: the largest difference of weights (relative to each tensor's norm) and of losses that is rounding."""
 
@@ -87,6 +89,8 @@ class Trace:
     """With --bits: of each part of the state at the end."""
     batch_norm: bool = False
     """Whether the model has BatchNorm, which sees one micro-batch at a time."""
+    unkeyed: list[str] = field(default_factory=list)
+    """Notes on random numbers that the loss does not take from `rng`."""
 
 
 def run(words: list[str]) -> int:
@@ -105,14 +109,18 @@ def run(words: list[str]) -> int:
     data = request.train.data
     batch = data.global_batch_size or data.batch_size * max(1, data.gradient_accumulation_steps)
     worlds = [int(w) for w in options.worlds.split(",")]
+    dropout = "" if options.bits else _how_dropout_is_compared(request)
     if options.bits:
         runs = {_ranks(w): (w, max(1, batch // max(worlds))) for w in worlds}
+    elif dropout == BY_SAMPLE:
+        runs = {_ranks(w): (w, 1) for w in worlds}
     else:
         runs = {_ranks(w): (w, -(-batch // w)) for w in worlds} | {ACCUMULATED: (1, -(-batch // 4))}
     folders: list[Path] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as parent:
         for i, (world, micro) in enumerate(runs.values()):
             own = asdict(options) | {"global_batch": batch, "micro": micro, "flags": flags, "spec": words[0]}
+            own["dropout_off"] = dropout == OFF
             folders.append(Path(parent) / str(i))
             folders[-1].mkdir()
             (folders[-1] / "task.json").write_text(json.dumps(own))
@@ -121,7 +129,19 @@ def run(words: list[str]) -> int:
         traces = [Trace(**json.loads((folder / "trace.json").read_text())) for folder in folders]
         if options.bits:
             return _report_bits(recipe.name, list(runs), traces, options.steps)
-        return _report(recipe.name, list(runs), traces, folders, options)
+        status = _report(recipe.name, list(runs), traces, folders, options)
+        unkeyed = next((trace.unkeyed for trace in traces if trace.unkeyed), []) if status else []
+        for line in (*[f"dropout is {dropout}"] * bool(dropout), *unkeyed):
+            print(line)
+        return status
+
+
+def _how_dropout_is_compared(request: Request) -> str:
+    """Return how, if the model has dropout: its masks depend on how the global batch is cut."""
+    model = (request.instance or request.recipe(request.options)).model()
+    if not any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        return ""
+    return OFF if has_batch_norm(model) else BY_SAMPLE
 
 
 def _ranks(world: int) -> str:
@@ -258,8 +278,8 @@ def _worker(folder: Path) -> int:
     with distributed.session(hardware.device, hardware.timeout) as world:
         trainer = Trainer(request, world, rundir.resolve_run_dir(request.train.run, found.name, world))
         for module in trainer.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and not task["bits"]:
-                module.p = 0.0  # it depends on how the global batch is cut
+            if isinstance(module, nn.modules.dropout._DropoutNd) and task["dropout_off"]:
+                module.p = 0.0
         trainer.model.train()
         recorder.collect()
         for _ in range(task["steps"]):
@@ -277,7 +297,7 @@ def _worker(folder: Path) -> int:
         tensors, _ = trainer.state.capture()
         if world.is_main:
             trace.digests = {part: _digest(found) for part, found in tensors.items()}
-            trace.batch_norm = has_batch_norm(trainer.model)
+            trace.batch_norm, trace.unkeyed = has_batch_norm(trainer.model), trainer.step.unkeyed_draws
             (folder / "trace.json").write_text(json.dumps(asdict(trace)))
             checkpoint.export(folder / "weights", trainer.model.state_dict(), {})
         del trainer

@@ -35,7 +35,15 @@ def test_randomness_of_a_ranks_own_is_found(tmp_path: Path) -> None:
     (tmp_path / "shared.py").write_text(SHARED)
     done = run(["lockstep", "verify", "shared.py:Shared", "--worlds", "1,2", "--steps", "5"], tmp_path)
     assert done.returncode == 1
-    assert "DIFFERENT" in done.stdout
+    assert "DIFFERENT" in done.stdout and "randn_like at shared.py:8: these random numbers are not keyed" in done.stdout
+
+
+@pytest.mark.slow
+def test_dropout_is_compared_as_it_is_trained(tmp_path: Path) -> None:
+    flags = ["--worlds", "1,3", "--steps", "8", "--global_batch_size", "8"]
+    done = run(["lockstep", "verify", f"{tiny.__file__}:WithDropout", *flags], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ok ") == 1 and "dropout is on: every micro-batch has one sample" in done.stdout
 
 
 @pytest.mark.slow
