@@ -32,10 +32,7 @@ def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **sett
         request = dataclasses.replace(request, options=recipe.options, instance=recipe)
     hardware = request.train.hardware
     if hardware.nproc not in ("1", "auto") and "RANK" not in os.environ:
-        raise ValueError(
-            f"fit() trains in this process, not in nproc = {hardware.nproc}: start the script with "
-            f"torchrun --nproc_per_node={hardware.nproc}, or train the recipe with `lockstep train`"
-        )
+        raise ValueError(_how_to_start(kind, hardware.nproc))
     dtype = torch.get_default_dtype()
     try:
         with (
@@ -47,3 +44,14 @@ def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **sett
             return Trainer(request, world, run_dir).fit()
     finally:
         torch.set_default_dtype(dtype)
+
+
+def _how_to_start(recipe: type[Recipe], nproc: str) -> str:
+    """Return what to do instead of asking fit() for several processes."""
+    text = f"fit() trains in this process, not in nproc = {nproc}: "
+    if getattr(sys.modules["__main__"], "__file__", None):
+        return text + f"start the script with torchrun --nproc_per_node={nproc}, or the recipe with `lockstep train`"
+    return text + (
+        f"other processes cannot see a notebook. Save {recipe.__name__} in a file, with %%writefile mine.py as the "
+        f"first line of its cell, and run !lockstep train mine.py:{recipe.__name__} --nproc {nproc}"
+    )
