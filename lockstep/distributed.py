@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -213,37 +212,6 @@ def lost_contact(error: Exception) -> str | None:
     if any(sign in text for sign in gone):
         return "lost the connection to another rank, which has exited"
     return None
-
-
-class StopSignals:
-    """Turns Ctrl-C and a scheduler's signals into a request to stop after the step. A second one ends the process."""
-
-    HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-    SAME_REQUEST = 1.0
-    """Seconds within which signals count as one: a scheduler may reach a rank directly and through its launcher."""
-
-    def __init__(self) -> None:
-        self.received, self._received_at = 0, 0.0
-        """The number of the first signal; 0 for none."""
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            for number in self.HANDLED:
-                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # nohup: the terminal may be closed without ending the run
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.received and time.monotonic() - self._received_at > self.SAME_REQUEST:
-            os._exit(128 + number)
-        if not self.received:
-            self.received, self._received_at = number, time.monotonic()
 
 
 @contextmanager

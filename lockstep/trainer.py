@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from . import activity, checkpoint, trackers
-from .distributed import StopSignals, World
+from .distributed import World
 from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator
 from .exact import plain_errors
 from .flags import Request
@@ -24,6 +24,7 @@ from .rundir import RunDir
 from .sampling import Sampler
 from .setup import prepare
 from .step import TrainStep
+from .stop_signals import StopSignals
 from .stream import Slice
 from .watch.history import discard_history
 from .watch.stragglers import StepTime, StepTimes, Stragglers
@@ -48,7 +49,7 @@ class Trainer:
             self.evaluator, self.state.emas, self.folder, lambda text: self.trackers.status(text), self.say
         )
         self.step_times, self.stragglers = StepTimes(world), Stragglers()
-        self.signals = StopSignals()
+        self.signals = StopSignals(self.say)
         self.stop_request = 0
         """Agreed by all ranks in every step: the number of a signal, OUT_OF_MEMORY, or 0."""
         self.bad_samples_searched = False
@@ -83,6 +84,7 @@ class Trainer:
             return self._loop()
         finally:
             # A signal now must not end a complete run as a failed one.
+            self.signals.work = "what is being written"
             with self.signals, self.world.activity.during(activity.CLOSING):
                 if self.world.is_main:
                     self.checkpoints.wait()
@@ -375,6 +377,7 @@ class Trainer:
     def _unless_stopped(self, name: str, work: Callable[[], None]) -> None:
         """Do what comes after the last step; a signal ends it on all ranks, and the run is complete all the same."""
         self.evaluator.stop_requested = lambda: self.signals.received > 0
+        self.signals.work = f"this batch of {name}"
         try:
             work()
         except EvaluationStopped:
