@@ -45,8 +45,8 @@ MAX_YAML = 200_000
 """Characters of a settings file. Those of a run have two thousand; a larger one would take long to parse."""
 Flag = tuple[str, list[str]]
 """A flag's name and its words as typed: ("batch_size", ["--batch_size", "64"])."""
-FindConfig = Callable[[str, str | None, str], Path | None]
-"""find_config(resume, out, recipe name): the config.yaml of the run that `--resume` names."""
+FindConfig = Callable[[str, str | None, type[Recipe]], Path | None]
+"""find_config(resume, out, recipe): the config.yaml of the run that `--resume` names."""
 
 
 @dataclass
@@ -303,7 +303,7 @@ def _files(
             raise ValueError(f"there is no preset {preset!r}{nearest(preset, recipe.presets)}; this recipe has: {have}")
         layers.append(_from_mapping(recipe.presets[preset], known, f"preset {preset}"))
     resume = values.get("resume")
-    if resume and (resumed := find_config(resume, values.get("out"), recipe.name)):
+    if resume and (resumed := find_config(resume, values.get("out"), recipe)):
         _check_not_edited(resumed, known, {name for name, _ in [*file, *typed]})
         layers.append(_from_mapping(_read_config(resumed, known), known, str(resumed)))
     return layers, file

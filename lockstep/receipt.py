@@ -71,7 +71,21 @@ def make_receipt(setup: Setup, state: TrainState, data: dict[str, list[str]]) ->
         "settings": request.settings(),
     }
     broken = [f"no longer exact: {why}" for why in (state.exactness.breaks if state.exactness else [])]
-    return Receipt(facts, _rows(setup, state), [*run_dir.notes, *broken, *_notes(setup, state.model)])
+    notes = [*run_dir.notes, *_resume_notes(run_dir.resume_from, facts), *broken]
+    return Receipt(facts, _rows(setup, state), [*notes, *_notes(setup, state.model)])
+
+
+def _resume_notes(resume_from: Path | None, facts: dict[str, Any]) -> list[str]:
+    """Return in what a resumed run differs from what it was before."""
+    before = read_receipt(resume_from.parents[1]) if resume_from else {}
+    notes, old, new = list[str](), before.get("settings", {}), facts["settings"]
+    if before.get("spec", facts["spec"]) != facts["spec"]:
+        notes.append(f"the run was trained with the recipe {before['spec']} so far")
+    changed = [name for name in new if old and old.get(name) != new[name]]
+    if changed:
+        changes = ", ".join(f"{name} is {new[name]} (was {old.get(name, 'not set')})" for name in changed)
+        notes.append(f"changed since the run was last started: {changes}")
+    return notes
 
 
 def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:

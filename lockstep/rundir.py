@@ -17,6 +17,8 @@ from . import checkpoint
 from .config import Run
 from .distributed import World
 from .files import TEMPORARY, make_folder
+from .recipe import Recipe
+from .registry import spec_of
 from .runlock import RunLock, start_time
 
 RUNS = Path("runs")
@@ -165,16 +167,28 @@ def run_folder(path: Path) -> Path:
     return folder
 
 
-def find_config(resume: str, out: str | None, name: str) -> Path | None:
+def find_config(resume: str, out: str | None, recipe: type[Recipe]) -> Path | None:
     """Return the config.yaml of the run that `--resume` names; None if there is no such run."""
-    newest = Path(out) if out else newest_run(RUNS / name)
+    newest = Path(out) if out else newest_run(RUNS / recipe.name)
     resumed = newest if resume in ("auto", "latest") else Path(resume)
     for folder in (resumed, *list(resumed.parents)[:2]) if resumed else ():
         if (folder / "receipt.json").is_file():
+            _check_recipe(folder, recipe)
             if not (folder / "config.yaml").is_file():
                 raise ValueError(f"{folder} has lost its config.yaml; `settings` in its receipt.json is what it held")
             return folder / "config.yaml"
     return None
+
+
+def _check_recipe(folder: Path, recipe: type[Recipe]) -> None:
+    """Raise a ValueError if the run is one of another recipe, by name and by where it is found."""
+    receipt = read_receipt(folder)
+    recorded = str(receipt.get("recipe", "")).partition(": ")[0]
+    if recorded not in ("", recipe.name) and receipt.get("spec") != spec_of(recipe):
+        raise ValueError(
+            f"{folder} is a run of the recipe {recorded}, not of {recipe.name}; it goes on with: lockstep train "
+            f"--resume {folder}. (The same recipe under another name: name = {recorded!r} in its class)"
+        )
 
 
 def _resume_newest(how: str, folder: Path | None, runs: Path, warn: Warn) -> RunDir:

@@ -78,6 +78,7 @@ class Trainer:
 
     def fit(self) -> Outcome:
         """Train to the end, or until a stop is requested; then save everything."""
+        self._check_length()
         self._check_best_metric()
         self._open_trackers()
         try:
@@ -103,6 +104,10 @@ class Trainer:
                     self.sampler.discard_after(progress.step)
                 if progress.step < n_steps:
                     self._sample_and_score()  # a run that was killed in the middle of it has some left
+            if progress.step >= n_steps:
+                self.say(
+                    f"nothing to train: the run is at its last step, {progress.step:,}; --n_steps N makes it longer"
+                )
             while progress.step < n_steps and stopped_by is None:
                 self.step_times.start()
                 self.train_step()
@@ -279,6 +284,15 @@ class Trainer:
         if self.setup.request.smoke:
             limit = limit or 2 * batch_size * self.world.size
         return self.evaluator.evaluate(self.setup.validation, batch_size, limit)[0]
+
+    def _check_length(self) -> None:
+        """Raise a ValueError if the run that is resumed is longer than what is asked for."""
+        step, n_steps = self.progress.step, self.setup.batching.n_steps
+        if step > n_steps and not self.setup.request.smoke:
+            raise ValueError(
+                f"the run to resume is at step {step:,}, and --n_steps or --epochs ask for {n_steps:,}; give a longer "
+                f"one, or --resume one of the checkpoints before in {self.folder / 'checkpoints'} with another --out"
+            )
 
     def _check_best_metric(self) -> None:
         """Raise a ValueError if evaluations do not have the metric that decides which checkpoint is best.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tiny
 from engine import train
 from powercut import Disk, restore
 from test_checkpoint import check, content
@@ -121,7 +122,7 @@ def test_a_power_failure_at_any_call_of_a_run_loses_nothing_that_was_saved(
         assert (found.step if found else 0) >= at_least, (when, reports)
         if found:
             assert rundir.resolve_run_dir(Run(resume="latest"), "tiny", World()).resume_from == found.path, when
-            config = rundir.find_config("latest", None, "tiny")
+            config = rundir.find_config("latest", None, tiny.Tiny)
             assert config and read_yaml(config) == settings, when
         if found and found.step < 4 and resumed.setdefault(found.step, 0) < 3:
             resumed[found.step] += 1

@@ -296,3 +296,39 @@ def test_a_run_of_version_0_1_can_be_resumed() -> None:
     assert ours.state["ledger"] == theirs.state["ledger"]
     assert ours.state["schedule"]["drops"] == theirs.state["drops"] == 3
     assert ours.state["progress"]["bad_evaluations"] == theirs.state["bad_evaluations"]
+
+
+def test_a_run_of_another_recipe_is_named() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    for flags in (["--resume", "here"], ["--resume", "auto", "--out", "here"]):
+        with pytest.raises(ValueError, match=r"here is a run of the recipe tiny, not of labelled; .* --resume here"):
+            train(World(), "Labelled", flags)
+
+
+def test_a_recipe_that_is_found_under_another_name_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])  # a script's recipe has the name of its folder
+    monkeypatch.setattr(tiny.Tiny, "name", "script")
+    train(World(), "Tiny", ["--n_steps", "3", "--resume", "here"])
+
+
+def test_a_length_that_is_passed_already_is_said_and_changes_nothing() -> None:
+    train(World(), "Tiny", ["--n_steps", "4", "--out", "here"])
+    before = Path("here/config.yaml").read_text()
+    with pytest.raises(ValueError, match="the run to resume is at step 4, and --n_steps or --epochs ask for 3"):
+        train(World(), "Tiny", ["--resume", "here", "--n_steps", "3"])
+    assert Path("here/config.yaml").read_text() == before
+
+
+def test_a_complete_run_that_is_resumed_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--n_steps", "4", "--out", "here"], ["--resume", "here"]):
+        train(World(), "Tiny", flags)
+    assert "nothing to train: the run is at its last step, 4; --n_steps N makes it longer" in capsys.readouterr().out
+
+
+def test_the_receipt_of_a_resumed_run_names_what_has_changed() -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", "here"])
+    notes = json.loads(Path("here/receipt.json").read_text())["notes"]
+    assert not any("changed" in note for note in notes)
+    train(World(), "Tiny", ["--resume", "here", "--n_steps", "4", "--lr", "0.5"])
+    notes = json.loads(Path("here/receipt.json").read_text())["notes"]
+    assert "changed since the run was last started: n_steps is 4 (was 2), lr is 0.5 (was 0.01)" in notes

@@ -9,6 +9,7 @@ import pytest
 from engine import train
 
 from lockstep import cli, trust
+from lockstep.commands import train as train_command
 from lockstep.commands import trained
 from lockstep.distributed import World
 from lockstep.receipt import Receipt
@@ -117,3 +118,15 @@ def test_the_list_holds_each_file_once_and_any_name(tmp_path: Path) -> None:
         trust.record(Path(name))
     assert [trust.is_trusted(Path(name)) for name in names] == [True, True, True, False]
     assert len((tmp_path / "state/lockstep/recipe_files").read_bytes().splitlines()) == 3
+
+
+def test_train_resume_needs_no_recipe_unless_its_file_is_unknown(foreign: Path) -> None:
+    name_recipe("vision")
+    assert train_command._resumed_recipe(["--nproc", "2", "--resume=run"]) == "vision"
+    name_recipe(f"{Path('other.py').resolve()}:Other")
+    Path("other.py").write_text("")
+    with pytest.raises(ValueError, match=r"if you trust it: lockstep train .*other.py:Other --resume run"):
+        train_command._resumed_recipe(["--resume", "run"])
+    for words, remedy in (([], "lockstep train --resume RUN"), (["--resume", "latest"], "RECIPE --resume latest")):
+        with pytest.raises(ValueError, match=remedy):
+            train_command._resumed_recipe(words)

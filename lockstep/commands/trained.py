@@ -78,9 +78,15 @@ def path_of(words: list[str], command: str) -> Path:
 
 def recipe_of(path: Path, words: list[str]) -> Recipe:
     """Return the recipe of a run with its options, before the flags in `words` can be parsed: some are the recipe's."""
+    return _load_request(path, value_of("--recipe", words))[0]
+
+
+def value_of(flag: str, words: list[str]) -> str | None:
+    """Return the value of a flag, before all others can be parsed; None if it is not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe")
-    return _load_request(path, parser.parse_known_args(words)[0].recipe)[0]
+    parser.add_argument(flag, dest="value")
+    value: str | None = parser.parse_known_args(words)[0].value
+    return value
 
 
 def _load_request(path: Path, given: str | None) -> tuple[Recipe, tuple[float, ...]]:
@@ -90,23 +96,27 @@ def _load_request(path: Path, given: str | None) -> tuple[Recipe, tuple[float, .
     return found(request.options), request.train.optim.ema_decay
 
 
-def recorded_recipe(folder: Path) -> str:
-    """Return what the receipt names as the recipe of a run; a ValueError for a file that the user may not know."""
+def recorded_recipe(folder: Path, remedy: str = "--recipe {}") -> str:
+    """Return what the receipt names as the recipe of a run; a ValueError for a file that the user may not know.
+
+    `remedy` is how the user can name the recipe.
+    """
     try:
         spec = str(json.loads((folder / "receipt.json").read_text())["spec"])
     except (ValueError, KeyError, TypeError):
         spec = ""
     if not spec:
-        raise ValueError(f"the receipt of {folder} names no recipe; say which it is: --recipe NAME_OR_FILE.py:Class")
+        name = remedy.format("NAME_OR_FILE.py:Class")
+        raise ValueError(f"the receipt of {folder} names no recipe; say which it is: {name}")
     file = registry.file_of(spec)
     if file and not file.is_file():
         raise ValueError(
-            f"{folder} was trained with {spec}, and there is no such file; say where it is: --recipe FILE.py"
+            f"{folder} was trained with {spec}, and there is no such file; say where it is: {remedy.format('FILE.py')}"
         )
     if file and not trust.is_trusted(file):
         raise ValueError(
             f"{folder} was trained with {spec}, a file that you have not trained with on this machine. To use the run, "
-            f"the code in this file is executed; if you trust it, add: --recipe {shlex.quote(spec)}"
+            f"the code in this file is executed; if you trust it: {remedy.format(shlex.quote(spec))}"
         )
     return spec
 

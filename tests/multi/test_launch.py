@@ -145,10 +145,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, nproc: str) -> None:
     step = int(re.search(r"stopped by SIGINT after step (\d+)", rest).group(1))  # type: ignore[union-attr]
     assert (folder / f"here/checkpoints/step-{step:08d}/manifest.json").exists()
     assert not alive(folder)
+    assert "SIGINT: stopping after the next step; press Ctrl-C again to stop now, unsaved work is lost" in rest
     command = rest.split("go on with:")[1].split()
+    assert command == ["lockstep", "train", "--resume", out, "--nproc", nproc]
     done = run([*command, "--n_steps", str(step + 5)], folder)
     assert done.returncode == 0, done.stderr
-    assert f"at step {step}" in done.stdout
+    assert f"at step {step}" in done.stdout and receipt(folder)["world"].startswith(f"{nproc},")
 
 
 @pytest.mark.slow
