@@ -1,27 +1,30 @@
 """Lockstep trains PyTorch models on one GPU or on many, and proves that nothing went silently wrong."""
 
+import importlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from .api import fit
-from .config import TrainConfig
-from .loss import Loss
-from .outcome import Outcome
-from .recipe import (
-    Augments,
-    Describes,
-    EmbedsData,
-    Evaluates,
-    Generates,
-    Pictures,
-    Predicts,
-    Pretrained,
-    Recipe,
-    Scores,
-    SeveralTerms,
-    Tests,
-)
-from .rng import Rng
-from .trainer import Trainer
+if TYPE_CHECKING:
+    from .api import fit
+    from .config import TrainConfig
+    from .loss import Loss
+    from .outcome import Outcome
+    from .recipe import (
+        Augments,
+        Describes,
+        EmbedsData,
+        Evaluates,
+        Generates,
+        Pictures,
+        Predicts,
+        Pretrained,
+        Recipe,
+        Scores,
+        SeveralTerms,
+        Tests,
+    )
+    from .rng import Rng
+    from .trainer import Trainer
 
 __all__ = [
     "Augments",
@@ -45,9 +48,24 @@ __all__ = [
     "train",
 ]
 __version__ = "0.1.0"
+_MODULES = ("api", "config", "loss", "outcome", "recipe", "rng", "trainer")
+"""Where the public names are. They are imported when they are first used: `lockstep --help` needs no torch."""
 
 
-def train(recipe: type[Recipe], argv: Sequence[str] | None = None) -> None:
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for module in (importlib.import_module(f".{module}", __name__) for module in _MODULES):
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def train(recipe: "type[Recipe]", argv: Sequence[str] | None = None) -> None:
     """`lockstep train` from a script of your own: `train(MyRecipe)` under `if __name__ == "__main__"`. Exits."""
     from .cli import train as train_and_exit  # a library does not need the command line
 

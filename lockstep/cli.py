@@ -1,4 +1,4 @@
-"""The command line: a table of commands, and how a command ends."""
+"""The command line: which command, and how a command ends. What a command needs is imported with it."""
 
 import atexit
 import importlib
@@ -8,40 +8,14 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from . import distributed, registry
-from .recipe import Recipe
+from .nearest import nearest
+from .usage import COMMANDS, asks_for_help, completion, help_last, help_text, show_help, version
 
-
-@dataclass(frozen=True)
-class Command:
-    """A command of `lockstep`; it is in the file of its name in `commands/`."""
-
-    arguments: str
-    summary: str
-
-
-COMMANDS = {
-    "recipes": Command("", "list the recipes"),
-    "train": Command("RECIPE [flags]", "train; RECIPE is a name or file.py:Class; --help lists its flags"),
-    "sample": Command("RUN [--n 64 ...]", "generate with what was trained"),
-    "test": Command("RUN [flags]", "metrics on the test set"),
-    "predict": Command("RUN PATH [flags]", "predict for a file or a folder"),
-    "data": Command("RECIPE FOLDER", "write a recipe's embedded data in the file formats of its field"),
-    "verify": Command("RECIPE [flags]", "show that one rank and many train the same model"),
-    "replay": Command("RUN --step N [--samples]", "redo one step of a run, and see its samples"),
-    "bisect": Command("RUN_A RUN_B [flags]", "compare two runs: where they part, and why"),
-    "audit": Command("-- SCRIPT [flags]", "find the silent distributed bugs of any training script"),
-}
-
-
-def help_text() -> str:
-    """Return what `lockstep --help` prints."""
-    usages = {f"lockstep {name} {command.arguments}".strip(): command.summary for name, command in COMMANDS.items()}
-    width = max(map(len, usages))
-    return "\n".join(f"{usage:{width}}  {summary}" for usage, summary in usages.items())
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,19 +25,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words in (["-h"], ["--help"], ["help"]):
         print(help_text())
         return 0
-    name = words[0]
+    if words[0] in ("-h", "--help", "help"):  # lockstep help train
+        words = [words[1], "--help", *words[2:]]
+    if words[0] in ("-V", "--version"):
+        print(version())
+        return 0
+    name, words = words[0], words[1:]
+    if name == "--completion":
+        print(completion(words[0] if words else ""))
+        return 0
     if name not in COMMANDS:
-        raise ValueError(f"there is no command {name!r}{registry.nearest(name, COMMANDS)}; see lockstep --help")
+        raise ValueError(f"there is no command {name!r}{nearest(name, COMMANDS)}; see lockstep --help")
+    if asks_for_help(name, words):
+        show_help(name)
     # Imported here: a rank of a training run should not spend time on importing the audit.
-    status: int = importlib.import_module(f".commands.{name}", __package__).run(words[1:])
+    status: int = importlib.import_module(f".commands.{name}", __package__).run(help_last(name, words))
     return status
 
 
-def train(recipe: type[Recipe], argv: Sequence[str] | None = None) -> None:
+def train(recipe: "type[Recipe]", argv: Sequence[str] | None = None) -> None:
     """Do what `lockstep train` does, from a script of your own, and exit."""
+    from . import registry
     from .commands.train import train_recipe
 
     flags = list(sys.argv[1:] if argv is None else argv)
@@ -80,25 +65,23 @@ def exit_with(command: Callable[[], int]) -> None:
     status = 1
     try:
         status = command()
-    except distributed.RendezvousError as error:
-        status = 2
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"lockstep: {_rank()}{error}", file=sys.stderr)
     except ValueError as error:
         status = 2
-        _print_once(f"lockstep: {error}")
+        _report(error)
     except KeyboardInterrupt:
         status = 130
     except SystemExit as end:  # the parser of flags, which has printed on rank 0
         status = end.code if isinstance(end.code, int) else 1
         if status:
-            distributed.first_to_fail()
+            _first_to_fail()
     except Exception as error:
         _print_once(_explain(error))
     _flush()
     if "RANK" in os.environ:
         # Other ranks may have exited, and nothing may wait for them any more; and gloo's threads, though the group was
         # left in order, sometimes abort the process while the interpreter shuts down.
+        from . import distributed
+
         launcher_answers = status == 0 and distributed.report_success()
         if status == 0:
             atexit._run_exitfuncs()
@@ -116,15 +99,37 @@ def _flush() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _report(error: ValueError) -> None:
+    """Print what the user got wrong."""
+    if "RANK" in os.environ:
+        from . import distributed
+
+        if isinstance(error, distributed.RendezvousError):  # every machine has its own reason
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"lockstep: {_rank()}{error}", file=sys.stderr)
+            return
+    _print_once(f"lockstep: {error}")
+
+
 def _explain(error: Exception) -> str:
+    from . import distributed
+
     if isinstance(error, distributed.RunFailed):
         return f"{error.details}lockstep: {error}"
     lost = distributed.lost_contact(error)
     return f"lockstep: {_rank()}{lost}" if lost else f"{_rank()}{traceback.format_exc()}"
 
 
+def _first_to_fail() -> bool:
+    if "RANK" not in os.environ:
+        return True
+    from . import distributed
+
+    return distributed.first_to_fail()
+
+
 def _print_once(text: str) -> None:
-    if distributed.first_to_fail():
+    if _first_to_fail():
         with suppress(OSError):
             print(text, file=sys.stderr)
 

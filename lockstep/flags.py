@@ -24,8 +24,8 @@ import yaml
 
 from .config import EXCLUSIVE, TrainConfig
 from .files import write_text
+from .nearest import nearest
 from .recipe import Recipe
-from .registry import nearest
 
 ALIASES = {
     "learning_rate": "lr",
@@ -82,7 +82,7 @@ class Request:
 
 def parse(recipe: type[Recipe], argv: Sequence[str], prog: str, find_config: FindConfig = lambda *_: None) -> Request:
     """Return the settings that `argv` and the files it names ask for."""
-    target = _target(recipe)
+    target = all_flags(recipe)
     known = Known.of(recipe, target)
     defaults: Any = tyro.cli(
         target, args=_words(_from_mapping(recipe.defaults, known, recipe.__name__)), config=(tyro.conf.OmitArgPrefixes,)
@@ -121,7 +121,7 @@ def request_for(
         raise ValueError(f"give a config or single settings, not both: {', '.join(settings)}")
     if config is not None:
         return Request(recipe, config, recipe.Options())
-    known = Known.of(recipe, _target(recipe))
+    known = Known.of(recipe, all_flags(recipe))
     words = _words(_from_mapping(settings, known, f"fit({recipe.__name__})"))
     printed = io.StringIO()
     try:
@@ -139,7 +139,7 @@ def _group(recipe: type[Recipe]) -> str:
     return name if name.isidentifier() and name not in {f.name for f in dataclasses.fields(TrainConfig)} else "recipe"
 
 
-def _target(recipe: type[Recipe]) -> type:
+def all_flags(recipe: type[Recipe]) -> type:
     """Return a dataclass of all flags: the recipe's own first."""
     options = (_group(recipe), recipe.Options, field(default_factory=recipe.Options))
     engine = [(f.name, f.type, field(default_factory=f.default_factory)) for f in dataclasses.fields(TrainConfig)]

@@ -1,12 +1,11 @@
 """How a recipe is found: by the name an installed package gives it, or as path/to/file.py:Class."""
 
-import difflib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
+from .nearest import nearest
 from .recipe import Recipe
 
 ENTRY_POINTS = "lockstep.recipes"
@@ -77,9 +76,3 @@ def register_script(recipe: type[Recipe], script: Path) -> type[Recipe]:
 def spec_of(recipe: type[Recipe]) -> str:
     """Return what `find` finds this class by; empty for one that was never registered."""
     return _specs.get(recipe, "")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' if some known word is close, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -16,10 +16,10 @@ from .distributed import World
 from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator
 from .exact import plain_errors
 from .flags import Request
+from .nearest import nearest
 from .outcome import Diverged, NotSaved, Outcome
 from .receipt import make_receipt
 from .recipe import Evaluates, Scores
-from .registry import nearest
 from .rundir import RunDir
 from .sampling import Sampler
 from .setup import prepare

@@ -1,10 +1,15 @@
 """The table of commands: complete, and what `lockstep --help` prints."""
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from processes import environment
 
+import lockstep
 from lockstep import cli, commands
 
 
@@ -30,3 +35,96 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as end:
         cli.main(["tran"])
     assert end.value.code == 2 and "did you mean 'train'?" in capsys.readouterr().err
+
+
+HELP = """
+import sys
+from lockstep.cli import main
+try:
+    main()
+except SystemExit as end:
+    sys.exit("torch was imported" if "torch" in sys.modules else end.code)
+"""
+
+
+def shown(*words: str) -> str:
+    """What a command prints; it must not import torch, which takes longer than all the rest."""
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *words], env=environment(real=True), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_of_a_command_needs_neither_its_argument_nor_torch(name: str) -> None:
+    text = shown(name, "--help")
+    assert f"usage: lockstep {name}" in text
+    known = {"train": "--global_batch_size", "verify": "--worlds", "audit": "--patience", "test": "--weights"}
+    assert known.get(name, "") in text
+
+
+def test_help_of_lockstep_needs_no_torch() -> None:
+    assert shown("--help") == shown() == f"{cli.help_text()}\n"
+    assert shown("help", "train") == shown("--help", "train") == shown("train", "--help")
+    assert shown("predict", "RUN", "--help") == shown("predict", "--help", "RUN", "PATH")
+
+
+@pytest.mark.parametrize("words", [["train", "vision", "--help"], ["train", "--help", "vision"]])
+def test_help_before_and_after_a_recipe_lists_its_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 0
+    assert "usage: lockstep train vision" in (text := capsys.readouterr().out) and "vision options" in text
+
+
+def test_help_after_the_recipe_of_data(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["data", "protein", "-h"])
+    assert end.value.code == 0 and "usage: lockstep data protein FOLDER" in capsys.readouterr().out
+
+
+def test_the_version_names_torch_cuda_and_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert end.value.code == 0 and lines["torch"] == torch.__version__ and lines["lockstep"] == lockstep.__version__
+    assert {"CUDA", "NCCL", "Python"} <= lines.keys()
+
+
+COMPLETE = """
+source lockstep.bash
+COMP_WORDS=(lockstep "$@")
+COMP_CWORD=$#
+_tyro_lockstep
+echo "${COMPREPLY[@]}"
+"""
+
+
+def test_bash_completes_commands_recipes_flags_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--completion", "bash"])
+    (tmp_path / "lockstep.bash").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> str:
+        command = ["bash", "-c", COMPLETE, "bash", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout.strip()
+
+    assert completed("t") == "test train"
+    assert completed("train", "d") == "dit"
+    assert completed("train", "dit", "--sched") == "--schedule"
+    assert completed("train", "dit", "--schedule", "c") == "constant cosine"
+    assert completed("predict", "ru") == "", "bash completes files"
+
+
+def test_completion_of_another_shell_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--completion", "fish"])
+    assert end.value.code == 2 and "one of bash, zsh, not 'fish'" in capsys.readouterr().err
+
+
+def test_the_public_names_are_there_though_they_are_imported_late() -> None:
+    assert set(lockstep.__all__) <= set(dir(lockstep))
+    assert all(getattr(lockstep, name) is not None for name in lockstep.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'fitt'"):
+        _ = lockstep.fitt  # type: ignore[attr-defined]

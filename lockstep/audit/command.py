@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import tyro
@@ -14,35 +13,10 @@ from .emulate import cuda_on_cpu
 from .judges import judge
 from .launcher import run_ranks
 from .model import Trace
+from .options import Audit
 from .source import audit_package, source_lines
 from .verdict import Verdict
 from .worker import LaunchSpec
-
-
-@dataclass
-class Audit:
-    """What to watch, and for how long. After -- comes the script with its own flags, or -m and a module."""
-
-    nproc: int = 2
-    """Ranks to start."""
-    steps: int = 20
-    """Optimizer steps to watch; 0: until the script ends."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu: CUDA and NCCL are mapped onto the CPU and gloo. auto: cpu if there is no GPU."""
-    json: Path | None = None
-    """File for the findings, as JSON."""
-    html: Path | None = None
-    """File for a report: one page with code, timeline and sample ledger."""
-    patience: float = 30.0
-    """Seconds without progress on any rank after which the script counts as hanging."""
-    limit: float = 1800.0
-    """Seconds after which the script is killed in any case."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("nproc", 1), ("steps", 0), ("patience", 0.1), ("limit", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is at least {least}, not {getattr(self, name)}")
-
 
 _NO_SUCH_GPU = ("invalid device ordinal", "out of index range", "num_gpus INTERNAL ASSERT")
 """In errors of CUDA and torch about a GPU that does not exist."""

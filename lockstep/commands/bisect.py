@@ -9,16 +9,16 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from .. import distributed, launch
-from ..config import Hardware
+from ..options import BisectFlags
 from ..parting import (
     Curves,
     Differences,
@@ -43,31 +43,10 @@ _MAX_ROWS = 12
 """Of the table of logged values; a run may log one for each class."""
 
 
-@dataclass
-class BisectFlags:
-    """What to draw, and how to replay."""
-
-    plot: str | None = None
-    """A PNG file for the logged values of both runs, side by side."""
-    replay: bool = True
-    """Replay both runs where their histories part, to find the step and the tensor."""
-    nproc: str = "1"
-    """Processes to replay on: a number, or `auto` for one on each visible GPU."""
-    device: Literal["auto", "cpu", "cuda"] | None = None
-    """Where to replay; by default as the runs."""
-    recipe: str | None = None
-    """Name or FILE.py:Class of the recipe, for runs from elsewhere with a recipe of their own: the file is executed."""
-
-    def __post_init__(self) -> None:
-        Hardware(nproc=self.nproc)  # checks it
-
-
 def run(words: list[str]) -> int:
     """Exit status 1 if the runs part."""
     if words[:1] == [RANK_OF]:
         return _worker(Path(words[1]))
-    if words[:1] in (["-h"], ["--help"]):
-        words = ["RUN_A", "RUN_B", *words]  # the parser of flags prints the help, and exits
     if len(words) < 2 or any(word.startswith("-") for word in words[:2]):
         raise ValueError("say which runs: lockstep bisect RUN_A RUN_B [flags]")
     use = tyro.cli(BisectFlags, args=words[2:], prog="lockstep bisect RUN_A RUN_B", use_underscores=True)

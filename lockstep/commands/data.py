@@ -7,6 +7,8 @@ from ..recipe import EmbedsData
 
 
 def run(words: list[str]) -> int:
+    if words[1:] == ["--help"]:
+        flags.parse(registry.find(words[0]), ["--help"], f"lockstep data {words[0]} FOLDER")
     if len(words) < 2 or words[0].startswith("-") or words[1].startswith("-"):
         raise ValueError("say which data, and where to: lockstep data RECIPE FOLDER")
     found, folder = registry.find(words[0]), Path(words[1])

@@ -5,8 +5,9 @@ from pathlib import Path
 import tyro
 
 from ..distributed import World
+from ..options import UseFlags
 from ..recipe import Predicts
-from .trained import TrainedRun, UseFlags, on_ranks, path_of
+from .trained import TrainedRun, on_ranks, path_of
 
 
 def run(words: list[str]) -> int:

@@ -9,9 +9,8 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -19,45 +18,17 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import distributed, launch, registry, rundir
-from ..config import Hardware, check
 from ..contact_sheet import save_sheet
 from ..files import write_text
+from ..options import ReplayFlags
 from ..plots import read_metrics
 from ..replay import Replay, Run, SampleLoss, pictures, sample_losses
 from ..rundir import launch_of
 from .trained import path_of, recorded_recipe
 
 
-@dataclass
-class ReplayFlags:
-    """Which step, and on what."""
-
-    step: int
-    """The step to redo; the first one is 1."""
-    samples: bool = False
-    """List the samples of the step with their losses, and write all of them to RUN/replay/, with pictures of some."""
-    show: int = 10
-    """How many samples to print, and to draw."""
-    out: str | None = None
-    """Where the samples are written; by default RUN/replay."""
-    nproc: str = "1"
-    """Processes to replay on: a number, or `auto` for one on each visible GPU."""
-    device: Literal["auto", "cpu", "cuda"] | None = None
-    """Where to compute; by default as the run."""
-    recipe: str | None = None
-    """Name or FILE.py:Class of the recipe. Needed for a run from elsewhere with a recipe of its own: the file is
-    executed."""
-
-    def __post_init__(self) -> None:
-        check(self.step >= 1, "step is at least 1", self.step)
-        check(self.show >= 1, "show is at least 1", self.show)
-        Hardware(nproc=self.nproc)  # checks it
-
-
 def run(words: list[str]) -> int:
     """Exit status 1 if the step gives something else than the run has recorded."""
-    if words[:1] in (["-h"], ["--help"]):
-        words = ["RUN", *words]  # the parser of flags prints the help, and exits
     path = path_of(words, "replay")
     use = tyro.cli(ReplayFlags, args=words[1:], prog="lockstep replay RUN", use_underscores=True)
     os.environ.pop("LOCKSTEP_SMOKE", None)  # it would cut the batch

@@ -8,8 +8,9 @@ from typing import Any
 import tyro
 
 from ..distributed import World
+from ..options import UseFlags
 from ..recipe import Generates
-from .trained import TrainedRun, UseFlags, on_ranks, path_of, recipe_of
+from .trained import TrainedRun, on_ranks, path_of, recipe_of
 
 
 def run(words: list[str]) -> int:

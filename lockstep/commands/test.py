@@ -6,8 +6,9 @@ from pathlib import Path
 import tyro
 
 from ..distributed import World
+from ..options import UseFlags
 from ..recipe import Tests
-from .trained import TrainedRun, UseFlags, on_ranks, path_of
+from .trained import TrainedRun, on_ranks, path_of
 
 
 def run(words: list[str]) -> int:

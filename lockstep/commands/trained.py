@@ -8,40 +8,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from .. import checkpoint, distributed, flags, launch, precision, registry, rundir, trust
-from ..config import Hardware
 from ..distributed import World
 from ..evaluate import Evaluator, samples_of
+from ..options import UseFlags
 from ..recipe import Recipe
 from ..watch.data import DataWatch
-
-
-@dataclass
-class UseFlags:
-    """Which weights of the run, and on what."""
-
-    weights: Literal["auto", "ema", "plain"] = "auto"
-    """Averaged weights, plain ones, or averaged if there are any."""
-    checkpoint: str = "last"
-    """`last`, `best`, or the name of a folder in checkpoints/."""
-    out: str | None = None
-    """Where results go; by default into the run's folder."""
-    nproc: str = "1"
-    """Processes to share the work: a number, or `auto` for one on each visible GPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
-    batch_size: int = 64
-    """Samples at once on each rank."""
-    seed: int = 0
-    """Another seed, other samples."""
-    recipe: str | None = None
-    """Name or FILE.py:Class of the recipe. Needed for a run from elsewhere with a recipe of its own: the file is
-    executed."""
-
-    def hardware(self) -> Hardware:
-        return Hardware(nproc=self.nproc, device=self.device)
 
 
 @dataclass

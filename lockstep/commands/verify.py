@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from .. import checkpoint, distributed, launch, registry, rng, rundir
 from ..batchnorm import has_batch_norm
 from ..flags import Request, parse
+from ..options import LIMITS, Verify
 from ..trainer import Trainer
 from ..weights import read_weights
 
@@ -40,38 +41,6 @@ RANK_OF = "--rank_of"
 ACCUMULATED = "1 rank, accumulation 4"
 BY_SAMPLE = "on: every micro-batch has one sample, so that masks are the same on any number of ranks"
 OFF = "off: it would depend on how the batch is cut, as BatchNorm does; --bits compares with dropout"
-LIMITS = {"fp64": (1e-9, 1e-9), "fp32": (math.inf, 1e-4)}
-"""By precision: the largest difference of weights (relative to each tensor's norm) and of losses that is rounding."""
-
-
-@dataclass
-class Verify:
-    """What to compare; further flags are those of `lockstep train`."""
-
-    worlds: str = "1,2,3,4"
-    """Numbers of ranks, separated by commas; the first is what the others are compared with."""
-    steps: int = 50
-    """Steps of each run."""
-    bits: bool = False
-    """Train exactly, as with --exact, and compare bits."""
-    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic; auto: fp64, with --bits that of training. In fp32 without --bits losses are compared, to 1e-4."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where to compute."""
-
-    def __post_init__(self) -> None:
-        if not all(w.isdigit() and int(w) for w in self.worlds.split(",")):
-            raise ValueError(f"worlds is a list of numbers such as 1,2,4, not {self.worlds!r}")
-        if self.steps < 1:
-            raise ValueError(f"steps is at least 1, not {self.steps}")
-        if not self.bits:
-            self.precision = "fp64" if self.precision == "auto" else self.precision
-            if self.precision not in LIMITS:
-                raise ValueError(f"precision is fp64 or fp32, not {self.precision}; with --bits also bf16 and fp16")
-        elif self.precision == "fp64":
-            raise ValueError(
-                "--bits compares runs in fp32, bf16 or fp16, not fp64: exact sums are of float32 gradients"
-            )
 
 
 @dataclass

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from processes import ROOT, environment
 from torch import Tensor, nn
 
-from lockstep.commands.trained import UseFlags, open_run
+from lockstep.commands.trained import open_run
 from lockstep.distributed import World
+from lockstep.options import UseFlags
 from lockstep.recipes.shapes import Shapes
 from recipes.golden import fit, golden, logged
 

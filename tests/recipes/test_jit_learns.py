@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.commands.trained import UseFlags, open_run
+from lockstep.commands.trained import open_run
 from lockstep.distributed import World
+from lockstep.options import UseFlags
 from lockstep.recipes.shapes import Shapes
 from recipes.golden import fit, golden, logged
 from recipes.test_dit_learns import batch, classifier

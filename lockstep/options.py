@@ -1,0 +1,111 @@
+"""Flags of the commands that use or compare runs; those of `lockstep train` are in config.py. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .config import Hardware, check
+
+LIMITS = {"fp64": (1e-9, 1e-9), "fp32": (math.inf, 1e-4)}
+"""By precision: the largest difference of weights (relative to each tensor's norm) and of losses that is rounding."""
+
+
+@dataclass
+class UseFlags:
+    """Which weights of the run, and on what."""
+
+    weights: Literal["auto", "ema", "plain"] = "auto"
+    """Averaged weights, plain ones, or averaged if there are any."""
+    checkpoint: str = "last"
+    """`last`, `best`, or the name of a folder in checkpoints/."""
+    out: str | None = None
+    """Where results go; by default into the run's folder."""
+    nproc: str = "1"
+    """Processes to share the work: a number, or `auto` for one on each visible GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    batch_size: int = 64
+    """Samples at once on each rank."""
+    seed: int = 0
+    """Another seed, other samples."""
+    recipe: str | None = None
+    """Name or FILE.py:Class of the recipe. Needed for a run from elsewhere with a recipe of its own: the file is
+    executed."""
+
+    def hardware(self) -> Hardware:
+        return Hardware(nproc=self.nproc, device=self.device)
+
+
+@dataclass
+class Verify:
+    """What to compare; further flags are those of `lockstep train`."""
+
+    worlds: str = "1,2,3,4"
+    """Numbers of ranks, separated by commas; the first is what the others are compared with."""
+    steps: int = 50
+    """Steps of each run."""
+    bits: bool = False
+    """Train exactly, as with --exact, and compare bits."""
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic; auto: fp64, with --bits that of training. In fp32 without --bits losses are compared, to 1e-4."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to compute."""
+
+    def __post_init__(self) -> None:
+        if not all(w.isdigit() and int(w) for w in self.worlds.split(",")):
+            raise ValueError(f"worlds is a list of numbers such as 1,2,4, not {self.worlds!r}")
+        if self.steps < 1:
+            raise ValueError(f"steps is at least 1, not {self.steps}")
+        if not self.bits:
+            self.precision = "fp64" if self.precision == "auto" else self.precision
+            if self.precision not in LIMITS:
+                raise ValueError(f"precision is fp64 or fp32, not {self.precision}; with --bits also bf16 and fp16")
+        elif self.precision == "fp64":
+            raise ValueError(
+                "--bits compares runs in fp32, bf16 or fp16, not fp64: exact sums are of float32 gradients"
+            )
+
+
+@dataclass
+class ReplayFlags:
+    """Which step, and on what."""
+
+    step: int
+    """The step to redo; the first one is 1."""
+    samples: bool = False
+    """List the samples of the step with their losses, and write all of them to RUN/replay/, with pictures of some."""
+    show: int = 10
+    """How many samples to print, and to draw."""
+    out: str | None = None
+    """Where the samples are written; by default RUN/replay."""
+    nproc: str = "1"
+    """Processes to replay on: a number, or `auto` for one on each visible GPU."""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """Where to compute; by default as the run."""
+    recipe: str | None = None
+    """Name or FILE.py:Class of the recipe. Needed for a run from elsewhere with a recipe of its own: the file is
+    executed."""
+
+    def __post_init__(self) -> None:
+        check(self.step >= 1, "step is at least 1", self.step)
+        check(self.show >= 1, "show is at least 1", self.show)
+        Hardware(nproc=self.nproc)  # checks it
+
+
+@dataclass
+class BisectFlags:
+    """What to draw, and how to replay."""
+
+    plot: str | None = None
+    """A PNG file for the logged values of both runs, side by side."""
+    replay: bool = True
+    """Replay both runs where their histories part, to find the step and the tensor."""
+    nproc: str = "1"
+    """Processes to replay on: a number, or `auto` for one on each visible GPU."""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """Where to replay; by default as the runs."""
+    recipe: str | None = None
+    """Name or FILE.py:Class of the recipe, for runs from elsewhere with a recipe of their own: the file is executed."""
+
+    def __post_init__(self) -> None:
+        Hardware(nproc=self.nproc)  # checks it
