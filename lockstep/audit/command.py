@@ -24,9 +24,9 @@ _NO_SUCH_GPU = ("invalid device ordinal", "out of index range", "num_gpus INTERN
 
 def audit(words: list[str]) -> int:
     """Run the command and return its exit status: 1 if there are errors, 2 if it could not begin."""
-    split = words.index("--") if "--" in words else len(words)
-    options = tyro.cli(Audit, args=words[:split], prog="lockstep audit", use_underscores=True)
-    verdict = examine(words[split + 1 :], options)
+    own, script = split_words(words)
+    options = tyro.cli(Audit, args=own, prog="lockstep audit", use_underscores=True)
+    verdict = examine(script, options)
     if options.json:
         options.json.write_text(report.as_json(verdict))
     if options.html:
@@ -35,20 +35,39 @@ def audit(words: list[str]) -> int:
     return verdict.status
 
 
+def split_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the flags of the audit, and the script with its own; a `--` between them may be left out."""
+    i = 0
+    while i < len(words) and words[i].startswith("-") and words[i] not in ("--", "-m"):
+        takes_value = words[i].startswith("--") and "=" not in words[i] and words[i] != "--help"
+        i += 2 if takes_value else 1
+    return words[:i], words[i + 1 :] if words[i : i + 1] == ["--"] else words[i:]
+
+
 def examine(script: list[str], options: Audit) -> Verdict:
     """Run the script and judge what its ranks did."""
     _check(script)
     audit_package(script[1] if script[0] == "-m" else None)
     spec = _launch_spec(script, options)
     trace = run_ranks(spec, options.patience, options.limit)
+    _check_usage(trace, script)
     if _scales_by_world(trace, script) and spec.nproc > 1:
         trace.single = run_ranks(replace(spec, nproc=1, steps=1), options.patience, options.limit)
     return Verdict(script, trace, judge(trace), list(_notes(trace, spec)))
 
 
+def _check_usage(trace: Trace, script: list[str]) -> None:
+    """Raise a ValueError with what the script printed if it did not accept its flags: argparse exits with status 2."""
+    rejected = [rank.printed for rank in trace.ranks if rank.status == 2 and not rank.steps]
+    if len(rejected) == trace.world and "Traceback" not in rejected[0] and rejected[0].strip():
+        raise ValueError(
+            f"{' '.join(script)} did not accept its flags, and nothing was audited:\n{rejected[0].strip()}"
+        )
+
+
 def _check(script: list[str]) -> None:
     if not script:
-        raise ValueError("nothing to audit: lockstep audit [flags] -- train.py [its flags], or -- -m module")
+        raise ValueError("nothing to audit: lockstep audit [flags] train.py [its flags], or -m module [its flags]")
     if script[0] == "-m":
         if len(script) < 2:
             raise ValueError("-m needs the name of a module")

@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass
 class Audit:
-    """What to watch, and for how long. After -- comes the script with its own flags, or -m and a module."""
+    """What to watch, and for how long. Then comes the script with its own flags, or -m and a module."""
 
     nproc: int = 2
     """Ranks to start."""

@@ -287,3 +287,34 @@ def test_an_installed_module_is_the_users_too(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, env=there, capture_output=True, text=True, check=False)
     (found,) = json.loads((tmp_path / "a.json").read_text())["findings"]
     assert found["name"] == "unsynchronised" and found["file"] == str(package / "train.py"), done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--steps", "5", "--html=a.html", "--", "train.py", "--epochs", "1"],
+        ["--steps", "5", "--html=a.html", "train.py", "--epochs", "1"],
+        ["--steps", "5", "--html=a.html", "train.py", "--", "--epochs", "1"],
+        ["--steps", "5", "-m", "package.train", "--steps", "7"],
+        ["train.py", "--help"],
+        ["--steps"],
+        [],
+    ],
+)
+def test_the_two_hyphens_before_the_script_may_be_left_out(words: list[str]) -> None:
+    own, script = command.split_words(words)
+    first = next((w for w in words if w in ("train.py", "-m")), None)
+    at = words.index(first) if first else len(words)
+    assert own == [word for word in words[:at] if word != "--"] and script == words[at:]
+
+
+def test_a_usage_error_of_the_script_is_shown_as_such(tmp_path: Path) -> None:
+    parser = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--epochs', required=True)\np.parse_args()"
+    (tmp_path / "train.py").write_text(parser)
+    done = subprocess.run(
+        ["lockstep", "audit", "train.py", "--epoch"], cwd=tmp_path, env=environment(), capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "lockstep: train.py --epoch did not accept its flags, and nothing was audited:" in done.stderr
+    assert "train.py: error: argument --epochs: expected one argument" in done.stderr and not done.stdout
