@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from .cores import check_cores
 from .distributed import HANG_STATUS, LAUNCHER, SUCCEEDED, log_folder_prefix
 from .rendezvous import LOOPBACK, loopback_store
 
@@ -36,6 +37,7 @@ def start(nproc: int, command: list[str], max_restarts: int = 0, grace: int = 12
 
     After a signal the ranks have `grace` seconds to stop by themselves.
     """
+    check_cores(nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks print what went wrong

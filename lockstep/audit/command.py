@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import tyro
 
+from ..cores import check_cores
 from . import events, report
 from .emulate import cuda_on_cpu
 from .judges import judge
@@ -76,6 +77,7 @@ def _check(script: list[str]) -> None:
 
 
 def _launch_spec(script: list[str], options: Audit) -> LaunchSpec:
+    check_cores(options.nproc)
     mapped = cuda_on_cpu.is_needed(options.device)
     gpus = 0 if mapped else torch.cuda.device_count()
     if options.device == "cuda" and gpus == 0:
