@@ -72,8 +72,8 @@ def exit_with(command: Callable[[], int]) -> None:
         status = 130
     except SystemExit as end:  # the parser of flags, which has printed on rank 0
         status = end.code if isinstance(end.code, int) else 1
-        if status:
-            _first_to_fail()
+        if status and _first_to_fail():
+            _record_cause("lockstep: the command line is wrong; the message above says where")
     except Exception as error:
         _print_once(_explain(error))
     _flush()
@@ -106,7 +106,7 @@ def _report(error: ValueError) -> None:
 
         if isinstance(error, distributed.RendezvousError):  # every machine has its own reason
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"lockstep: {_rank()}{error}", file=sys.stderr)
+                _print_error(f"lockstep: {_rank()}{error}")
             return
     _print_once(f"lockstep: {error}")
 
@@ -130,8 +130,20 @@ def _first_to_fail() -> bool:
 
 def _print_once(text: str) -> None:
     if _first_to_fail():
-        with suppress(OSError):
-            print(text, file=sys.stderr)
+        _print_error(text)
+
+
+def _print_error(text: str) -> None:
+    _record_cause(text)
+    with suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+def _record_cause(text: str) -> None:
+    if "RANK" in os.environ:
+        from . import distributed
+
+        distributed.record_cause(text)
 
 
 def _rank() -> str:

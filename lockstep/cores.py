@@ -8,7 +8,7 @@ FAR_BEYOND = 4
 
 
 def check_cores(nproc: int) -> None:
-    """Warn if there are far more processes than cores; on a terminal ask, and raise a ValueError if the answer is no."""
+    """Warn of far more processes than cores; on a terminal ask, and raise a ValueError if the answer is no."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nproc <= max(16, FAR_BEYOND * cores):
         return

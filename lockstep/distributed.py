@@ -5,6 +5,7 @@ again. Without that environment the world has one rank, and every collective her
 """
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -146,13 +147,27 @@ def _first_on_machine() -> bool:
     return True
 
 
+def record_cause(text: str) -> None:
+    """Write why this rank failed to the file that torchrun makes its summary from, the last thing on the screen."""
+    if not (name := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return
+    # A second ago: of the ranks that end in the same second, torchrun must take this one for the cause.
+    cause = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}}
+    with suppress(OSError):
+        unfinished = Path(f"{name}.tmp")  # torchrun fails itself if it reads half of it
+        unfinished.write_text(json.dumps({"message": cause}))
+        unfinished.replace(name)
+
+
 def report_cut_off(how: str) -> None:
     """Print that the store is out of reach, and see to it that the launcher ends too."""
+    text = (
+        f"lockstep: rank {os.environ['RANK']}: the store at {rendezvous.address()} {how}: that machine, or the network "
+        "to it, is down; resume the run from its last checkpoint"
+    )
+    record_cause(text)
     with suppress(OSError):
-        sys.stderr.write(
-            f"lockstep: rank {os.environ['RANK']}: the store at {rendezvous.address()} {how}: that machine, or the "
-            "network to it, is down; resume the run from its last checkpoint\n"
-        )
+        sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _kill_if_hung(os.getppid())

@@ -208,7 +208,10 @@ class Evaluator:
 
     @torch.no_grad()
     def generate(self, count: int, settings: dict[str, Any], batch_size: int = 64) -> Tensor | None:
-        """Return samples 0 … count-1, made by all ranks; on rank 0 all of them in order, elsewhere None."""
+        """Return samples 0 … count-1, made by all ranks; on rank 0 all of them in order, elsewhere None.
+
+        Floats are float32 at least, as no file has half ones; integers stay what they are.
+        """
         assert isinstance(self.recipe, Generates)
         sample = self.recipe.sample
 
@@ -216,7 +219,8 @@ class Evaluator:
             samples = []
             for chunk, rng in self._chunks(count, batch_size):
                 index = torch.tensor(list(chunk), dtype=torch.int64, device=self.world.device)
-                samples.append(sample(self.model, index, rng, **settings).float().cpu())
+                made = sample(self.model, index, rng, **settings)
+                samples.append((made.float() if made.is_floating_point() else made).cpu())
             return samples
 
         with self.autocast, eval_mode(self.model):

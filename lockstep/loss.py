@@ -273,9 +273,9 @@ def _per_weight(sums: dict[str, float]) -> dict[str, float]:
 
 
 def loss_sums(loss: Loss, counts: dict[str, Tensor] | None = None) -> Sums:
-    """Return, for evaluation, a tensor (total, weight) under `loss`, or one of each term under its name."""
+    """Return, for evaluation, a tensor (total, weight) of `loss` and of each log, or of each term, under its name."""
     if not loss.terms:
-        return {"loss": _pair(loss.total, loss.weight)}
+        return {name: _pair(total, loss.weight) for name, total in {"loss": loss.total, **loss.logs}.items()}
     return {name: _pair(total, (counts or {})[name]) for name, total in loss.terms.items()}
 
 
@@ -285,9 +285,8 @@ def _pair(total: Tensor, weight: float | Tensor) -> Tensor:
 
 def loss_means(sums: dict[str, Tensor]) -> dict[str, float]:
     """Return the means of `loss_sums` added up over a data set; with several terms also their sum, as `loss`."""
-    if "loss" in sums:
-        total, weight = sums["loss"].tolist()
-        return {"loss": total / weight if weight else math.nan}
     pairs = {name: pair.tolist() for name, pair in sums.items()}
+    if "loss" in sums:
+        return {name: total / weight if weight else math.nan for name, (total, weight) in pairs.items()}
     terms = {name: total / max(count, 1.0) for name, (total, count) in pairs.items()}
     return {"loss": sum(terms.values()), **terms}

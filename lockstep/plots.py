@@ -1,7 +1,7 @@
 """What a run has logged, as numbers and as a picture: one panel for each value."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from .files import replacing
@@ -36,6 +36,20 @@ def finite(metrics: Mapping[str, Series]) -> dict[str, Points]:
     """Return what can be drawn: the values that are finite, of names that have any."""
     kept = {name: {step: v for step, v in series.items() if v is not None} for name, series in metrics.items()}
     return {name: points for name, points in kept.items() if points}
+
+
+def panels(names: Collection[str], same: Callable[[str], bool]) -> dict[str, dict[str, str]]:
+    """Return, by title of a panel and by label of a line, the names of the logged values.
+
+    A value and its counterpart of validation share a panel if `same(name)` says that they are the same quantity.
+    """
+    titles: dict[str, dict[str, str]] = {}
+    for name in names:
+        bare = name.removeprefix("val/")
+        label = "validation" if name.startswith("val/") else "training"
+        alone = bare not in names or f"val/{bare}" not in names or same(bare)
+        titles.setdefault(bare if alone else f"{bare} ({label})", {})[label] = name
+    return titles
 
 
 def draw(panels: Mapping[str, Mapping[str, Points]], path: Path) -> None:

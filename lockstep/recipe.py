@@ -30,7 +30,7 @@ engine calls, in order:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -155,6 +155,13 @@ class Evaluates(ABC):
     def metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Return named values, from the sums over the whole set."""
 
+    def same_as_training(self) -> Collection[str]:
+        """Return the metrics that are the same quantity as what `loss` logs under that name.
+
+        Curves draw these, and no others, together with those of training.
+        """
+        return ()
+
 
 class Tests(Evaluates):
     """Does more for `lockstep test` than for an evaluation during training."""
@@ -197,7 +204,10 @@ class Generates(ABC):
 
     @abstractmethod
     def save_samples(self, samples: Tensor, path: Path) -> list[Path]:
-        """Write generated samples to `path` plus a suffix (.png, .gif); return the files, the most useful one first."""
+        """Write generated samples to `path` plus a suffix; return the files, of any kind, the most useful one first.
+
+        Pictures (.png, .gif, .jpg) and text (.txt, .md, .csv, .json) are shown in TensorBoard and W&B.
+        """
 
 
 class Scores(ABC):

@@ -73,12 +73,15 @@ class Sampler:
         shutil.rmtree(self.unfinished, ignore_errors=True)
         self.unfinished.mkdir(parents=True)
         try:
-            written = recipe.save_samples(samples, self.unfinished / stem)
-            for path in self.unfinished.iterdir():
-                path.replace(self.folder / path.name)
+            written = [Path(path) for path in recipe.save_samples(samples, self.unfinished / stem)]
+            for path in [path for path in self.unfinished.rglob("*") if not path.is_dir()]:
+                target = self.folder / path.relative_to(self.unfinished)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.replace(target)
         finally:
             shutil.rmtree(self.unfinished, ignore_errors=True)  # also what a full disk has left of a file
-        return [self.folder / path.relative_to(self.unfinished) for path in written]
+        moved = [path for path in written if self.unfinished in path.parents]  # others stay where the recipe put them
+        return [self.folder / path.relative_to(self.unfinished) if path in moved else path for path in written]
 
     def _fail(self, text: str) -> None:
         self.failures += 1

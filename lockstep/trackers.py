@@ -3,7 +3,7 @@
     trackers = Trackers({"console": lambda: Console(20_000), ...}, warn)   on rank 0; Trackers({}) on the others
     every step:       trackers.advance(step)                               waits for nothing
     every log_every:  trackers.log(step, {"loss": 0.5, "lr": 1e-4, "samples_per_second": 812.0})
-    sometimes:        trackers.picture(step, "samples", path), trackers.message("a checkpoint is written")
+    sometimes:        trackers.media(step, "samples", path), trackers.message("a checkpoint is written")
     in a `finally`:   trackers.close()
 
 No tracker can stop a run. One that fails, when it is made or later, is named with the reason, once, and dropped.
@@ -11,6 +11,7 @@ Only metrics.jsonl is tried again at every later log, as a full disk may be free
 """
 
 import errno
+import html
 import math
 import os
 import shlex
@@ -31,19 +32,34 @@ from rich.text import Text
 
 from .config import Run
 from .files import StepLines, printable
-from .plots import draw, finite, read_metrics
+from .plots import NOT_DRAWN, draw, finite, panels, read_metrics
+
+ENGINE_VALUES = NOT_DRAWN | {"lr", "grad_norm", "samples_per_second"}
+"""What the engine logs of every run; all else comes from the recipe."""
+PICTURES = (".png", ".gif", ".jpg", ".jpeg")
+TEXTS = (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".yaml", ".fasta")
+MAX_TEXT = 10_000
+"""Characters of a text file that are shown."""
+
+
+def _text_of(path: Path) -> str | None:
+    """Return the beginning of a text file; None for another kind of file."""
+    if path.suffix.lower() not in TEXTS:
+        return None
+    with path.open(errors="replace") as file:
+        return file.read(MAX_TEXT)
 
 
 class Tracker(ABC):
     """One target of logged values. Any method may raise: `Trackers` catches it.
 
-    `picture` gets a PNG or GIF file, `advance` every step (it must cost nothing), `status` what the run does between
+    `media` gets a file of any kind, shown if it is a picture or text, `advance` every step (it must cost nothing), `status` what the run does between
     steps, `close` may return a last message.
     """
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def picture(self, step: int, name: str, path: Path) -> None: ...
+    def media(self, step: int, name: str, path: Path) -> None: ...
     def message(self, text: str) -> None: ...
     def status(self, text: str) -> None: ...
     def advance(self, step: int) -> None: ...
@@ -134,7 +150,9 @@ class Console(Tracker):
 
 
 def _numbers(values: Mapping[str, float]) -> list[str]:
-    names = ["loss", "lr", "samples_per_second", *(name for name in values if name.startswith("val/"))]
+    """Return what the console shows: the loss, a recipe's own values, and the engine's that matter to everyone."""
+    own = [name for name in values if name not in (*ENGINE_VALUES, "loss") and not name.startswith("val/")]
+    names = ["loss", *own, "lr", "samples_per_second", *(name for name in values if name.startswith("val/"))]
     return [_text(name, values[name]) for name in names if name in values]
 
 
@@ -166,10 +184,13 @@ class JsonLines(Tracker):
 
 
 class Curves(Tracker):
-    """When all is over, a picture of metrics.jsonl: one panel for each value, training and validation together."""
+    """When all is over, a picture of metrics.jsonl: one panel for each quantity.
 
-    def __init__(self, lines: Path, picture: Path):
-        self._lines, self._picture = lines, picture
+    Training and validation share a panel only where they are the same quantity, as `same_in_validation(name)` says.
+    """
+
+    def __init__(self, folder: Path, same_in_validation: Callable[[str], bool]):
+        self._folder, self._same = folder, same_in_validation
         try:
             import matplotlib  # noqa: F401
         except ImportError as error:
@@ -178,13 +199,11 @@ class Curves(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None:
-        series = finite(read_metrics(self._lines))
+        series = finite(read_metrics(self._folder / "metrics.jsonl"))
         if all(len(points) < 2 for points in series.values()):  # of a point there is no curve
             return
-        labels = {"training": "", "validation": "val/"}
-        names = dict.fromkeys(name.removeprefix("val/") for name in series)
-        panels = {n: {k: series[p + n] for k, p in labels.items() if p + n in series} for n in names}
-        draw(panels, self._picture)
+        lines = panels(series, self._same)
+        draw({k: {label: series[n] for label, n in v.items()} for k, v in lines.items()}, self._folder / "curves.png")
 
 
 class TensorBoard(Tracker):
@@ -204,7 +223,11 @@ class TensorBoard(Tracker):
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def picture(self, step: int, name: str, path: Path) -> None:
+    def media(self, step: int, name: str, path: Path) -> None:
+        if (text := _text_of(path)) is not None:
+            self._writer.add_text(name, text, step)
+        if path.suffix.lower() not in PICTURES:
+            return
         # The file's own bytes rather than `add_image`: nothing is encoded again, and a GIF moves.
         with Image.open(path) as image:
             width, height = image.size
@@ -224,10 +247,10 @@ class Wandb(Tracker):
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry looks for a network, even offline
         try:  # names, not the module: a folder `wandb` in the working directory imports as an empty package
-            from wandb import Image, Settings, Video, init, setup, teardown
+            from wandb import Html, Image, Settings, Video, init, setup, teardown
         except ImportError as error:
             raise ImportError(f"{error}; pip install 'lockstep-train[wandb]'") from error
-        self._image, self._video, self._teardown = Image, Video, teardown
+        self._image, self._video, self._html, self._teardown = Image, Video, Html, teardown
         limits = {key: value for key, value in self.limits.items() if key in Settings.model_fields}  # 0.19 has fewer
         identity: dict[str, Any] = {"dir": str(folder), "project": project, "name": name, "id": run_id}
         folder.mkdir(parents=True, exist_ok=True)  # else wandb writes to the folder for temporary files
@@ -247,9 +270,12 @@ class Wandb(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def picture(self, step: int, name: str, path: Path) -> None:
-        media = self._video if path.suffix.lower() == ".gif" else self._image
-        self._run.log({"step": step, name: media(str(path))})
+    def media(self, step: int, name: str, path: Path) -> None:
+        if path.suffix.lower() in PICTURES:
+            media = self._video if path.suffix.lower() == ".gif" else self._image
+            self._run.log({"step": step, name: media(str(path))})
+        elif (text := _text_of(path)) is not None:
+            self._run.log({"step": step, name: self._html(f"<pre>{html.escape(text)}</pre>")})
 
     def close(self) -> str | None:
         here = Path(self._run.dir).parent  # wandb/offline-run-DATE_TIME-ID
@@ -279,8 +305,8 @@ class Trackers:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, values))
 
-    def picture(self, step: int, name: str, path: Path) -> None:
-        self._each(lambda tracker: tracker.picture(step, name, path))
+    def media(self, step: int, name: str, path: Path) -> None:
+        self._each(lambda tracker: tracker.media(step, name, path))
 
     def message(self, text: str) -> None:
         self._each(lambda tracker: tracker.message(text))
@@ -318,15 +344,24 @@ class Trackers:
 
 
 def for_run(
-    run: Run, folder: Path, console: Console, settings: Mapping[str, Any], resumed: int | None
+    run: Run,
+    folder: Path,
+    console: Console,
+    settings: Mapping[str, Any],
+    resumed: int | None,
+    same_in_validation: Callable[[str], bool],
 ) -> dict[str, Callable[[], Tracker]]:
-    """Return, by name, how to make each tracker that a run's settings ask for; `resumed`: the step it resumes at."""
+    """Return, by name, how to make each tracker that a run's settings ask for.
+
+    `resumed` is the step it resumes at; `same_in_validation(name)`: whether a value of training and of validation are
+    the same quantity.
+    """
     makers: dict[str, Callable[[], Tracker]] = {
         "the console": lambda: console,
         "metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl", resumed),
     }
     if run.curves:
-        makers["curves.png"] = lambda: Curves(folder / "metrics.jsonl", folder / "curves.png")
+        makers["curves.png"] = lambda: Curves(folder, same_in_validation)
     if run.tensorboard:
         events = Path(run.logdir) if run.logdir else folder / "tensorboard"
         makers["TensorBoard"] = lambda: TensorBoard(events, resumed)

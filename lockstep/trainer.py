@@ -158,15 +158,27 @@ class Trainer:
         resumed = step if started_before else None
         console = trackers.Console(self.setup.batching.n_steps, step)
         self.trackers = trackers.Trackers({"the console": lambda: console})  # for messages about the others
-        makers = trackers.for_run(self.config.run, self.folder, console, request.flat(), resumed)
+        same = self._same_in_validation
+        makers = trackers.for_run(self.config.run, self.folder, console, request.flat(), resumed, same)
         self.trackers = trackers.Trackers(makers, self.say)
+        self._record(f"step {step} of {self.setup.batching.n_steps}, {self.world.size} rank(s)")
+        for note in receipt.notes:
+            self._record(f"note: {note}")
+
+    def _same_in_validation(self, name: str) -> bool:
+        """Return whether a metric is the same quantity as what training logs under that name."""
+        return not isinstance(self.recipe, Evaluates) or name in self.recipe.same_as_training()
 
     def say(self, text: str) -> None:
         """Print a message once, on rank 0, and append it to log.txt."""
         if self.world.is_main:
             self.trackers.message(text)
-            with suppress(OSError), (self.folder / "log.txt").open("a", errors="surrogateescape") as log:
-                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            self._record(text)
+
+    def _record(self, text: str) -> None:
+        """Append a line to log.txt."""
+        with suppress(OSError), (self.folder / "log.txt").open("a", errors="surrogateescape") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def _log(self) -> None:
         """Log the values of the steps since the last log, and check that the ranks agree."""
@@ -319,7 +331,7 @@ class Trainer:
                 self.step.confirm()
                 files = self.sampler.sample(step)
                 for name, path in ((name, path) for name, paths in files.items() for path in paths):
-                    self.trackers.picture(step, f"samples/{name}", path)
+                    self.trackers.media(step, f"samples/{name}", path)
                 self.sample_files = tuple(path for paths in files.values() for path in paths)
             every = self.recipe.score_every if isinstance(self.recipe, Scores) else 0
             if every and (step % every == 0 or (at_end and step >= every)):

@@ -271,3 +271,17 @@ def test_compiled_equals_eager(tmp_path: Path) -> None:
     compiled = train(World(), "Tiny", [*flags, "--compile", "on", "--out", str(tmp_path / "b")])
     for name, tensor in eager.items():
         torch.testing.assert_close(compiled[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_what_a_loss_logs_reaches_console_and_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(World(), "Tiny", ["--n_steps", "5", "--eval_every", "5", "--out", str(tmp_path)])
+    validated = next(line for line in lines(tmp_path) if "val/loss" in line)
+    assert 0 < validated["val/loss"] < 1.5 and 0 < validated["val/absolute"] < 1.5
+    shown = capsys.readouterr().out
+    assert "  absolute " in shown and "  val/absolute " in shown
+
+
+def test_log_txt_always_exists(tmp_path: Path) -> None:
+    train(World(), "Tiny", ["--n_steps", "2", "--out", str(tmp_path), "--momentum", "0.5"])
+    log = (tmp_path / "log.txt").read_text()
+    assert "step 0 of 2, 1 rank(s)" in log and "note: momentum has no effect: the optimizer is adamw" in log

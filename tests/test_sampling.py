@@ -1,15 +1,19 @@
 """Samples and scores made during training: when, with what progress, and once only."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny
 import torch
-from engine import lines, trainer
-from torch import Tensor
+from engine import lines, trainer, trainer_for
+from torch import Tensor, nn
 
+from lockstep import Rng
 from lockstep.activity import SAMPLING
 from lockstep.distributed import World
 from lockstep.evaluate import eval_mode
+from lockstep.flags import parse
 
 FLAGS = ["--n_steps", "8", "--save_every", "4", "--log_every", "4", "--ema_decay", "0.9"]
 SETS = ["few-ema", "few-plain", "many-ema", "many-plain"]
@@ -151,3 +155,38 @@ def test_what_lies_after_the_checkpoint_is_made_and_logged_again(tmp_path: Path)
     trainer(World(), "Generating", ["--resume", str(tmp_path), "--lr", "0.5"]).fit()
     assert (tmp_path / "samples/step-00000004-few-plain.txt").read_text() != before
     assert [line["step"] for line in lines(tmp_path) if "quality" in line] == [4, 8]
+
+
+class Tokens(tiny.Generating):
+    """Samples are token numbers, of which float32 holds only some."""
+
+    name = "tokens"
+
+    def sample(self, model: nn.Module, index: Tensor, rng: Rng, **settings: Any) -> Tensor:
+        return 2**24 + 1 + index
+
+    def save_samples(self, samples: Tensor, path: Path) -> Any:
+        (path.parent / "parts").mkdir(exist_ok=True)
+        (path.parent / "parts" / f"{path.name}.txt").write_text(str(samples.tolist()))
+        (path.parents[2] / "elsewhere.bin").write_bytes(b"")
+        return [str(path.parent / "parts" / f"{path.name}.txt"), path.parents[2] / "elsewhere.bin"]
+
+
+def test_samples_may_be_integers_and_any_files_anywhere(tmp_path: Path) -> None:
+    flags = [
+        "--n_steps",
+        "4",
+        "--sample_every",
+        "2",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "run"),
+        "--tensorboard",
+    ]
+    outcome = trainer_for(parse(Tokens, flags, "test"), World()).fit()
+    text, other, *_ = outcome.files
+    assert text == tmp_path / "run/samples/parts/step-00000004-few-plain.txt"
+    assert text.read_text() == "[16777217, 16777218, 16777219]"
+    assert other == tmp_path / "run/elsewhere.bin"
+    assert "is off" not in (log := (tmp_path / "run/log.txt").read_text()) and "could not be written" not in log

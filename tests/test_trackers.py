@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from lockstep.plots import panels
 from lockstep.trackers import Console, Curves, JsonLines, TensorBoard, Tracker, Trackers, Wandb
 
 VALUES = {"loss": 0.51321, "lr": 1e-4, "samples_per_second": 812.3, "grad_norm": 1.5}
@@ -47,8 +48,8 @@ class Notes(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.note("log", step, dict(values))
 
-    def picture(self, step: int, name: str, path: Path) -> None:
-        self.note("picture", step, name, path)
+    def media(self, step: int, name: str, path: Path) -> None:
+        self.note("media", step, name, path)
 
     def message(self, text: str) -> None:
         self.note("message", text)
@@ -333,7 +334,7 @@ def test_tensorboard_reads_back_scalars_and_pictures(tmp_path: Path, pictures: d
     tracker.log(10, VALUES)
     tracker.log(20, {"loss": float("nan")})
     for kind, path in pictures.items():
-        tracker.picture(20, kind, path)
+        tracker.media(20, kind, path)
     tracker.close()
     read = events(tmp_path / "tensorboard")
     assert set(read.Tags()["scalars"]) == set(VALUES)
@@ -381,7 +382,7 @@ def test_wandb_is_offline_by_default_quiet_and_says_how_to_sync(
         trackers.log(10, VALUES)
         trackers.log(20, {"loss": float("nan")})
         for kind, path in pictures.items():
-            trackers.picture(20, kind, path)
+            trackers.media(20, kind, path)
         assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.excepthook)
         trackers.close()
     assert warnings == []
@@ -534,7 +535,7 @@ def test_a_failing_tracker_is_named_once_closed_and_dropped_and_the_others_go_on
     trackers = Trackers({"bad": lambda: bad, "good": lambda: good}, warnings.append)
     trackers.log(10, VALUES)
     trackers.log(20, VALUES)
-    trackers.picture(20, "samples", Path("samples.png"))
+    trackers.media(20, "samples", Path("samples.png"))
     trackers.advance(21)
     trackers.message("text")
     trackers.close()
@@ -543,7 +544,7 @@ def test_a_failing_tracker_is_named_once_closed_and_dropped_and_the_others_go_on
     assert good.calls == [
         ("log", 10, VALUES),
         ("log", 20, VALUES),
-        ("picture", 20, "samples", Path("samples.png")),
+        ("media", 20, "samples", Path("samples.png")),
         ("advance", 21),
         ("message", "text"),
         ("close",),
@@ -582,16 +583,14 @@ def test_without_trackers_everything_can_be_called() -> None:
     trackers = Trackers({})
     trackers.advance(1)
     trackers.log(1, VALUES)
-    trackers.picture(1, "samples", Path("there is no such file"))
+    trackers.media(1, "samples", Path("there is no such file"))
     trackers.message("text")
     trackers.close()
 
 
 def test_curves_are_drawn_from_what_was_logged(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl")
-    both = Trackers(
-        {"lines": lambda: lines, "curves": lambda: Curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")}
-    )
+    both = Trackers({"lines": lambda: lines, "curves": lambda: Curves(tmp_path, lambda name: True)})
     for step in range(1, 40):
         both.log(step, {"loss": 1 / step, "lr": 0.1, "epoch": step / 10})
     both.log(39, {"val/loss": 0.5, "val/accuracy": math.nan})
@@ -603,6 +602,38 @@ def test_curves_are_drawn_from_what_was_logged(tmp_path: Path) -> None:
 def test_curves_without_matplotlib_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     said: list[str] = []
-    make = lambda: Curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")  # noqa: E731
+    make = lambda: Curves(tmp_path, lambda name: True)  # noqa: E731
     Trackers({"curves.png": make}, said.append)
     assert len(said) == 1 and "lockstep-train[plots]" in said[0]
+
+
+def test_curves_draw_training_and_validation_together_only_if_they_are_one_quantity() -> None:
+    names = ["loss", "dice", "lr", "val/loss", "val/dice", "val/miou"]
+    assert panels(names, lambda name: name == "loss") == {
+        "loss": {"training": "loss", "validation": "val/loss"},
+        "dice (training)": {"training": "dice"},
+        "lr": {"training": "lr"},
+        "dice (validation)": {"validation": "val/dice"},
+        "miou": {"validation": "val/miou"},
+    }
+
+
+def test_the_console_shows_what_a_recipe_logs() -> None:
+    file = io.StringIO()
+    console = Console(100, file=file, clock=Clock())
+    console.log(10, {"loss": 0.5, "accuracy": 0.25, "lr": 1e-4, "grad_norm": 3.0, "epoch": 0.1, "watch_seconds": 0.0})
+    assert file.getvalue() == "step 10/100  loss 0.5000  accuracy 0.2500  lr 1.0e-04  left 0:00:00\n"
+
+
+@pytest.mark.parametrize("name", ["samples.txt", "samples.csv", "samples.npy", "samples.pdb", "samples"])
+def test_tensorboard_takes_samples_of_any_kind(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"some text \xff")
+    warnings = list[str]()
+    trackers = Trackers({"TensorBoard": lambda: TensorBoard(tmp_path / "tensorboard")}, warnings.append)
+    trackers.media(20, "samples", tmp_path / name)
+    trackers.log(20, VALUES)
+    trackers.close()
+    read = events(tmp_path / "tensorboard")
+    assert warnings == [] and set(read.Tags()["scalars"]) == set(VALUES)
+    shown = [read.Tensors(tag)[0].tensor_proto.string_val[0] for tag in read.Tags()["tensors"]]
+    assert [text.startswith(b"some text") for text in shown] == [True] * (name.endswith((".txt", ".csv")))

@@ -234,11 +234,19 @@ def test_the_first_failure_is_the_one_that_is_seen(folder: Path) -> None:
     assert not alive(folder)
 
 
+@pytest.mark.slow
+def test_the_cause_is_the_last_thing_that_torchrun_prints(folder: Path) -> None:
+    (folder / "broken.py").write_text(BROKEN)
+    done = run(["torchrun", "--nproc_per_node=2", "--standalone", "broken.py", "--out", "here"], folder)
+    cause = done.stderr.rpartition("Root Cause (first observed failure):")[2]
+    assert "rank      : 1" in cause and "KeyError: 'the first failure'" in cause and "broken.py" in cause, done.stderr
+
+
 WRONG = {
     "lockstep: the training set has 10 samples, fewer than": ["--size", "10", "--batch_size", "64"],
     "lockstep: cannot write to train.py/run": ["--out", "train.py/run"],
     "batch_size": ["--batch_sise", "4"],
-    "best_metric is one of loss, not accuracy": ["--best_metric", "accuracy", "--eval_every", "2"],
+    "best_metric is one of loss, absolute, not accuracy": ["--best_metric", "accuracy", "--eval_every", "2"],
 }
 
 
@@ -253,9 +261,11 @@ def test_what_the_user_got_wrong_is_said_once_with_status_2(how: str, said: str,
         start = ["torchrun", "--nproc_per_node=2", "--standalone", "train.py"]
     done = run([*start, "--out", "here", *WRONG[said]], folder)
     assert done.returncode == (2 if how == "nproc" else 1), done.stderr
-    assert done.stderr.count(said) == 1, done.stderr
+    assert done.stderr.partition("Traceback")[0].count(said) == 1, done.stderr
     if how == "nproc":
         assert "Traceback" not in done.stderr
+    elif said != "batch_size":  # flags are refused by the parser, which prints a box of its own
+        assert said in done.stderr.rpartition("Root Cause")[2], "torchrun's summary comes last"
 
 
 def test_a_port_in_use_is_named(folder: Path) -> None:

@@ -4,7 +4,7 @@ Training: the model sees the backbone of a protein and its side chains as sequen
 masked. It learns to predict the masked fragments and the side-chain torsions. Prediction sees the backbone alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -234,6 +234,10 @@ class ProteinRecipe(Recipe, Augments, SeveralTerms, Tests, Predicts, EmbedsData,
             measured = measure.fragment_values(sums, prefix) | measure.torsion_values(sums, prefix)
             values |= {prefix.replace(" ", "_") + name: value for name, value in measured.items()}
         return values | {"backbone_residue_accuracy": accuracy(sums["backbone confusion"])}
+
+    def same_as_training(self) -> Collection[str]:
+        """The loss and its terms, unless training also predicts from the backbone alone, which is harder."""
+        return () if self.options.backbone_only else ("loss", "fragments", "torsions")
 
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
         return results.save_test(sums, folder)

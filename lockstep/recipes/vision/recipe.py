@@ -6,6 +6,7 @@ on the device.
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -259,6 +260,11 @@ class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Pictures, De
             "dice": class_mean(values.f1),
             "accuracy": accuracy(matrix),
         }
+
+    def same_as_training(self) -> Collection[str]:
+        if self.segments:  # dice is a loss in training, a score here
+            return ("loss",)
+        return ("accuracy",) if self.options.label_smoothing else ("accuracy", "loss")
 
     def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         sums, prediction = self._evaluate(model, batch)
