@@ -190,6 +190,10 @@ class Predicts(ABC):
     def save_predictions(self, predictions: list[Any], dataset: Any, folder: Path) -> list[Path]:
         """Write the predictions for `predict_dataset`, in its order; return the files, the most useful one first."""
 
+    def describe_predictions(self, predictions: list[Any], dataset: Any) -> str:
+        """Return a line that sums them up."""
+        return f"{len(predictions)} predictions"
+
 
 class Generates(ABC):
     """Generates samples: during training, and by `lockstep sample`."""

@@ -53,8 +53,8 @@ def _text_of(path: Path) -> str | None:
 class Tracker(ABC):
     """One target of logged values. Any method may raise: `Trackers` catches it.
 
-    `media` gets a file of any kind, shown if it is a picture or text, `advance` every step (it must cost nothing), `status` what the run does between
-    steps, `close` may return a last message.
+    `media` gets a file of any kind, and shows it if it is a picture or text; `advance` gets every step (it must cost
+    nothing), `status` what the run does between steps; `close` may return a last message.
     """
 
     @abstractmethod

@@ -9,6 +9,9 @@ from ..options import UseFlags
 from ..recipe import Predicts
 from .trained import TrainedRun, on_ranks, path_of
 
+SHOWN = 10
+"""Files that are named; the first are the most useful ones."""
+
 
 def run(words: list[str]) -> int:
     path = path_of(words, "predict")
@@ -28,6 +31,10 @@ def run(words: list[str]) -> int:
         predictions = trained.evaluator.predict(data, use.batch_size)
         if not world.is_main:
             return []
-        return recipe.save_predictions(predictions, data, trained.result_folder("predict", use.out))
+        folder = trained.result_folder("predict", use.out)
+        files = recipe.save_predictions(predictions, data, folder)
+        print(recipe.describe_predictions(predictions, data))
+        print(f"by the {trained.weights} weights of step {trained.step:,}; {len(files)} file(s) in {folder}:")
+        return files[:SHOWN]
 
     return on_ranks(["predict", *words], path, use, act)

@@ -268,7 +268,22 @@ def test_predictions_have_the_input_s_size_order_and_name_in_any_batch(tmp_path:
         image = Image.open(file)
         assert image.mode == "P" and image.getpalette()[: 3 * 6] == voc_palette()[:6].flatten().tolist()  # type: ignore[index]
         assert np.array_equal(np.array(image), labels.numpy())
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [file.name for file in made], "nothing is left over"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["overlays", *(file.name for file in made)]
+    for file, (height, width) in zip(made, sizes, strict=True):
+        assert Image.open(tmp_path / "out/overlays" / file.name).size == (width, height)
+    text = mine.describe_predictions(by[1], inputs)
+    assert text.startswith("5 images; share of pixels: ") and text.count("%") >= 1
+
+
+def test_overlays_do_not_replace_the_maps_of_a_folder_with_that_name(tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in")
+    write_inputs(tmp_path / "in/overlays")
+    mine = recipe()
+    inputs = mine.predict_dataset(tmp_path / "in")
+    maps = [torch.zeros(item["image"].shape[1:], dtype=torch.uint8) for item in inputs]  # type: ignore[attr-defined]
+    made = mine.save_predictions(maps, inputs, tmp_path / "out")
+    assert len(made) == 10 and all(Image.open(file).mode == "P" for file in made)
+    assert Image.open(tmp_path / "out/overlays_made/overlays/x0.png").mode == "RGB"
 
 
 def test_a_test_counts_every_labelled_pixel_once() -> None:
@@ -280,6 +295,12 @@ def test_a_test_counts_every_labelled_pixel_once() -> None:
     alone = sum(mine.test_batch(model, mine.collate([x]), keys([0]))["confusion"] for x in items)  # type: ignore[misc]
     assert torch.equal(sums["confusion"], alone)  # type: ignore[arg-type]
     assert sums["confusion"].sum() == sum(int((item["label"] != 255).sum()) for item in items)  # type: ignore[union-attr]
+
+
+def has_titles(file: Path) -> bool:
+    """Whether there is something dark at the top of each of three columns."""
+    strip = np.array(Image.open(file).convert("L"))[:16]
+    return all(column.min() < 100 < 250 < column.max() for column in np.array_split(strip, 3, axis=1))
 
 
 def test_a_test_leaves_a_table_and_a_picture(tmp_path: Path) -> None:
@@ -297,6 +318,10 @@ def test_a_test_leaves_a_table_and_a_picture(tmp_path: Path) -> None:
     )
     assert np.mean([float(row["iou"]) for row in rows if row["iou"]]) == pytest.approx(values["miou"], abs=1e-6)
     assert Image.open(picture).size[0] > 300 and len(list(tmp_path.iterdir())) == 2
+    items = [mine.dataset("test")[i] for i in range(4)]
+    mine.test_batch(Blurry(), mine.collate(items), keys([0, 1, 2, 3]))
+    *_, examples = mine.save_test({"confusion": matrix}, values, tmp_path)
+    assert examples.name == "examples.png" and has_titles(examples)
 
 
 def settings(*flags: str) -> Any:

@@ -266,6 +266,12 @@ class ProteinRecipe(Recipe, Augments, SeveralTerms, Tests, Predicts, EmbedsData,
     def save_predictions(self, predictions: list[Any], dataset: data.Inputs, folder: Path) -> list[Path]:
         return results.save_predictions(predictions, dataset, folder)
 
+    def describe_predictions(self, predictions: list[Any], dataset: data.Inputs) -> str:
+        probability = torch.cat([prediction["probability"].flatten() for prediction in predictions])
+        skipped = f"; {len(dataset.skipped)} skipped, see skipped.txt" if dataset.skipped else ""
+        counts = f"{len(predictions)} chain(s), {len(probability)} residues"
+        return f"{counts}, mean probability {probability.mean():.3f}{skipped}"
+
     def write_data(self, folder: Path) -> str:
         for made in peptides("train", _EMBEDDED):
             write([made], [torch.zeros(len(made), results.ATOMS)], folder / f"{made.name}.pdb")

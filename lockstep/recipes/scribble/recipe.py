@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -35,7 +37,8 @@ from ...recipe import (
 )
 from ...rng import Rng
 from ..confusion import accuracy, class_mean, confusion_matrix, per_class
-from ..pixels import normalise, with_labels
+from ..overlays import EXAMPLES, overlay, shares_of_classes, write_examples
+from ..pixels import normalise, read_rgb, save_image, with_labels
 from . import data, losses
 from .augment import Augmentation, augment
 from .files import write_map
@@ -159,6 +162,8 @@ class ScribbleRecipe(Recipe, Augments, SeveralTerms, Pretrained, Tests, Predicts
         super().__init__(options)
         self._sources: dict[Split, data.Source] = {}
         self._names: tuple[str, ...] | None = None
+        self._examples: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Image, truth and prediction of a few images of a test."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -251,13 +256,20 @@ class ScribbleRecipe(Recipe, Augments, SeveralTerms, Pretrained, Tests, Predicts
         return {"miou": class_mean(ious), "accuracy": accuracy(matrix), **present}
 
     def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
-        pairs = zip(batch["label"], self.predict_batch(model, batch), strict=True)
-        classes = self.options.num_classes
-        parts = [confusion_matrix(p, label[: p.shape[0], : p.shape[1]], classes) for label, p in pairs]
+        parts = []
+        for image, label, predicted in zip(
+            batch["image"], batch["label"], self.predict_batch(model, batch), strict=True
+        ):
+            height, width = predicted.shape  # without what pads the batch
+            truth = label[:height, :width]
+            parts.append(confusion_matrix(predicted, truth, self.options.num_classes))
+            if len(self._examples) < EXAMPLES:
+                self._examples.append((image[:, :height, :width].cpu(), truth.cpu(), predicted.cpu()))
         return {"confusion": torch.stack(parts).sum(0)}
 
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
-        return write_test(sums["confusion"], self.names, folder)
+        made = write_test(sums["confusion"], self.names, folder)
+        return [*made, write_examples(self._examples, folder / "examples.png")] if self._examples else made
 
     def predict_dataset(self, path: Path) -> data.Inputs:
         return data.Inputs(path)
@@ -271,11 +283,17 @@ class ScribbleRecipe(Recipe, Augments, SeveralTerms, Pretrained, Tests, Predicts
         return out
 
     def save_predictions(self, predictions: list[Tensor], dataset: data.Inputs, folder: Path) -> list[Path]:
-        """Write a PNG in VOC's colours for each input, of its size and under its name."""
-        made = [folder / dataset.output(file) for file in dataset.files]
-        for labels, file in zip(predictions, made, strict=True):
-            write_map(labels, file)
-        return made
+        """Write a PNG in VOC's colours for each input, of its size and under its name; in overlays/ on top of it."""
+        names = [dataset.output(file) for file in dataset.files]
+        overlays = folder / ("overlays" if all(name.parts[0] != "overlays" for name in names) else "overlays_made")
+        for labels, name, file in zip(predictions, names, dataset.files, strict=True):
+            write_map(labels, folder / name)
+            save_image(Image.fromarray(overlay(np.array(read_rgb(file)), labels.numpy())), overlays / name)
+        return [folder / name for name in names]
+
+    def describe_predictions(self, predictions: list[Tensor], dataset: data.Inputs) -> str:
+        images = f"{len(predictions):,} image{'s' * (len(predictions) != 1)}"
+        return f"{images}; share of pixels: {shares_of_classes(predictions, self.names)}"
 
     def write_data(self, folder: Path) -> str:
         return data.write(folder, self.options.crop_size)

@@ -6,6 +6,7 @@ on the device.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from ...recipe import Batch, Describes, EmbedsData, Loss, Pictures, Predicts, Pr
 from ...rng import Rng
 from ..confusion import IGNORE, accuracy, class_mean, confusion_matrix, per_class
 from ..images import describe
+from ..overlays import EXAMPLES, shares_of_classes, write_examples
 from ..pixels import normalise, with_labels
 from . import data, report
 from .losses import soft_dice
@@ -268,15 +270,15 @@ class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Pictures, De
 
     def test_batch(self, model: nn.Module, batch: Batch, rng: Rng) -> Sums:
         sums, prediction = self._evaluate(model, batch)
-        if self.segments and len(self._examples) < report.EXAMPLES:
+        if self.segments and len(self._examples) < EXAMPLES:
             triples = zip(batch["image"].cpu(), batch["mask"].cpu(), prediction.to(torch.uint8).cpu(), strict=True)
-            self._examples += list(triples)[: report.EXAMPLES - len(self._examples)]
+            self._examples += list(triples)[: EXAMPLES - len(self._examples)]
         return sums
 
     def save_test(self, sums: dict[str, Tensor], values: dict[str, float], folder: Path) -> list[Path]:
         made = report.write_test(sums["confusion"], self.names, folder, self.segments)
         if self._examples:
-            made.append(report.write_examples(self._examples, folder / "examples.png"))
+            made.append(write_examples(self._examples, folder / "examples.png"))
         return made
 
     def predict_dataset(self, path: Path) -> data.Inputs:
@@ -293,6 +295,14 @@ class VisionRecipe(Recipe, Pretrained, Tests, Predicts, EmbedsData, Pictures, De
         if self.segments:
             return report.write_masks(predictions, dataset.names, dataset.files, self.names, folder)
         return report.write_labels(predictions, dataset.names, self.names, folder)
+
+    def describe_predictions(self, predictions: list[Any], dataset: data.Inputs) -> str:
+        images = f"{len(predictions):,} image{'s' * (len(predictions) != 1)}"
+        if self.segments:
+            return f"{images}; share of pixels: {shares_of_classes(predictions, self.names)}"
+        counts = Counter(self.names[k] for k, _ in predictions)
+        found = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        return f"{images}: {found}; mean probability {sum(p for _, p in predictions) / len(predictions):.3f}"
 
     def write_data(self, folder: Path) -> str:
         side = self.options.img_size or data.native_side(None)

@@ -9,14 +9,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..confusion import IGNORE, per_class
-from ..pixels import read_rgb, save_image, voc_palette
+from ..confusion import per_class
+from ..overlays import overlay, palette
+from ..pixels import read_rgb, save_image
 from ..report import draw_bars, draw_confusion, figure, plot_side, save_figure, write_table
 
-EXAMPLES = 8
-"""Masks that a test shows and a prediction lists."""
-_OVERLAY = 0.5
-_GAP = 2
+LISTED = 8
+"""Masks that a prediction lists."""
 
 
 def write_test(matrix: Tensor, names: Sequence[str], folder: Path, of_pixels: bool) -> list[Path]:
@@ -49,37 +48,11 @@ def _write_plots(matrix: Tensor, names: Sequence[str], folder: Path, metric: str
     ]
 
 
-def palette() -> np.ndarray:
-    """(256, 3) uint8: Pascal VOC's colours, but grey for pixels without a label."""
-    colours = voc_palette()
-    colours[IGNORE] = 160
-    return colours
-
-
 def with_palette(mask: np.ndarray) -> Image.Image:
     """Return the mask as a picture whose values are the classes and whose palette has their colours."""
     picture = Image.fromarray(mask)
     picture.putpalette(palette().tobytes())
     return picture
-
-
-def overlay(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """(height, width, 3) uint8: the image, tinted by class where it is not background."""
-    tint = palette()[mask]
-    mixed = (image * (1 - _OVERLAY) + tint * _OVERLAY).astype(np.uint8)
-    return np.where((mask == 0)[..., None], image, mixed)
-
-
-def write_examples(examples: Sequence[tuple[Tensor, Tensor, Tensor]], path: Path) -> Path:
-    """Image, true mask and predicted mask side by side, one example per row."""
-    rows = []
-    for image, truth, prediction in examples:
-        pixels = image.permute(1, 2, 0).numpy()
-        scale = max(1, round(96 / len(pixels)))
-        cells = [pixels, overlay(pixels, truth.numpy()), overlay(pixels, prediction.numpy())]
-        padded = [np.pad(cell.repeat(scale, 0).repeat(scale, 1), ((0, _GAP), (0, _GAP), (0, 0))) for cell in cells]
-        rows.append(np.concatenate(padded, axis=1))
-    return save_image(Image.fromarray(np.concatenate(rows)), path)
 
 
 def write_labels(
@@ -99,7 +72,7 @@ def write_masks(
         made.append(write_mask(mask, files[i] if files else None, name, folder))
         fractions = torch.bincount(mask.flatten().long(), minlength=len(classes)) / mask.numel()
         rows.append((name, made[-1].relative_to(folder), *(f"{fraction:.6f}" for fraction in fractions.tolist())))
-    return [write_table(folder / "predictions.csv", ("file", "mask", *classes), rows), *made[:EXAMPLES]]
+    return [write_table(folder / "predictions.csv", ("file", "mask", *classes), rows), *made[:LISTED]]
 
 
 def write_mask(mask: Tensor, file: Path | None, name: str, folder: Path) -> Path:
