@@ -34,7 +34,7 @@ def run(words: list[str]) -> int:
         folder = trained.result_folder("predict", use.out)
         files = recipe.save_predictions(predictions, data, folder)
         print(recipe.describe_predictions(predictions, data))
-        print(f"by the {trained.weights} weights of step {trained.step:,}; {len(files)} file(s) in {folder}:")
+        print(f"by the {trained.weights} weights of step {trained.step:,}; all files are in {folder}, among them:")
         return files[:SHOWN]
 
     return on_ranks(["predict", *words], path, use, act)

@@ -332,6 +332,22 @@ def test_predicted_masks_have_the_size_of_their_images(tmp_path: Path) -> None:
         assert np.array_equal(np.array(mask), np.array(Image.open(tmp_path / "3" / row[1])))
 
 
+def test_predictions_are_summed_up(tmp_path: Path) -> None:
+    folder = write_inputs(tmp_path / "in")
+    for model, begins in (("resnet18", "2 images: 2 "), ("unet", "2 images; share of pixels: background 75.0 %, ")):
+        mine = recipe(model=model)
+        labels: list[Any] = [(0, 0.5), (0, 0.7)]
+        masks = [torch.tensor([[0, 0], [0, 1]], dtype=torch.uint8)] * 2
+        text = mine.describe_predictions(masks if mine.segments else labels, mine.predict_dataset(folder))
+        assert text.startswith(begins) and (mine.segments or text.endswith("; mean probability 0.600"))
+
+
+def test_smoothed_losses_and_dice_are_not_drawn_with_those_of_validation() -> None:
+    assert set(recipe(label_smoothing=0.1).same_as_training()) == {"accuracy"}
+    assert set(recipe().same_as_training()) == {"accuracy", "loss"}
+    assert set(recipe(model="unet").same_as_training()) == {"loss"}
+
+
 def test_the_palette_is_pascals() -> None:
     colours = palette()
     assert colours[:4].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
