@@ -5,8 +5,8 @@ world: sums are integers or float64, added up once at the end.
 """
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from .batching import MicroBatch
 from .distributed import RunFailed, World
 from .loader import Fetch, item_getter, to_device
 from .loss import Sums, check_loss, loss_means, loss_sums
+from .nearest import nearest
 from .recipe import Batch, Evaluates, Generates, Predicts, Recipe, SeveralTerms, Tests
 from .rng import Rng
 from .stream import Slice
@@ -226,6 +227,22 @@ class Evaluator:
         with self.autocast, eval_mode(self.model):
             gathered = [tensor for rank in self._gather(own_samples) for tensor in rank]
         return torch.cat(gathered) if gathered else None
+
+
+def check_metric(name: str, metrics: Callable[[int | None], Mapping[str, float]], few: int) -> None:
+    """Raise a ValueError if there is no metric `name`; `metrics(limit)` evaluates the first `limit` samples.
+
+    Only an evaluation tells the names: one of a few samples, and if these do not suffice for it, of all.
+    """
+    with suppress(Exception):  # metrics of a set that is too small; the same on all ranks
+        if name in metrics(few):
+            return
+    if name not in (values := metrics(None)):
+        raise ValueError(unknown_metric(name, values))
+
+
+def unknown_metric(name: str, values: Mapping[str, float]) -> str:
+    return f"best_metric is one of {', '.join(values)}, not {name}{nearest(name, values)}"
 
 
 def keyed(numbers: range, device: torch.device, seed: int) -> Rng:

@@ -6,17 +6,16 @@ outcome = trainer.fit()
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
 from . import activity, checkpoint, trackers
 from .distributed import World
-from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator
+from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator, check_metric, unknown_metric
 from .exact import plain_errors
 from .flags import Request
-from .nearest import nearest
 from .outcome import Diverged, NotSaved, Outcome
 from .receipt import make_receipt
 from .recipe import Evaluates, Scores
@@ -158,8 +157,8 @@ class Trainer:
         resumed = step if started_before else None
         console = trackers.Console(self.setup.batching.n_steps, step)
         self.trackers = trackers.Trackers({"the console": lambda: console})  # for messages about the others
-        same = self._same_in_validation
-        makers = trackers.for_run(self.config.run, self.folder, console, request.flat(), resumed, same)
+        settings, same = request.flat(), self._same_in_validation
+        makers = trackers.for_run(self.config.run, self.folder, console, settings, resumed, same)
         self.trackers = trackers.Trackers(makers, self.say)
         self._record(f"step {step} of {self.setup.batching.n_steps}, {self.world.size} rank(s)")
         for note in receipt.notes:
@@ -176,7 +175,6 @@ class Trainer:
             self._record(text)
 
     def _record(self, text: str) -> None:
-        """Append a line to log.txt."""
         with suppress(OSError), (self.folder / "log.txt").open("a", errors="surrogateescape") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
@@ -286,7 +284,7 @@ class Trainer:
             return
         if run.best_metric not in values:  # though the evaluation before the first step had it
             self._save_at_end(final=False)
-            raise ValueError(_unknown_metric(run.best_metric, values))
+            raise ValueError(unknown_metric(run.best_metric, values))
         self.progress.evaluated(values[run.best_metric], run.best_mode, run.min_delta)
         self.update.schedule.evaluated(self.progress.bad_evaluations)
 
@@ -299,29 +297,20 @@ class Trainer:
 
     def _check_length(self) -> None:
         """Raise a ValueError if the run that is resumed is longer than what is asked for."""
-        step, n_steps = self.progress.step, self.setup.batching.n_steps
+        step, n_steps, checkpoints = self.progress.step, self.setup.batching.n_steps, self.folder / "checkpoints"
         if step > n_steps and not self.setup.request.smoke:
             raise ValueError(
                 f"the run to resume is at step {step:,}, and --n_steps or --epochs ask for {n_steps:,}; give a longer "
-                f"one, or --resume one of the checkpoints before in {self.folder / 'checkpoints'} with another --out"
+                f"one, or --resume one of the checkpoints before in {checkpoints} with another --out"
             )
 
     def _check_best_metric(self) -> None:
-        """Raise a ValueError if evaluations do not have the metric that decides which checkpoint is best.
-
-        Only an evaluation tells their names: one of a few samples, and if these do not suffice for it, of all.
-        """
-        name = self.config.run.best_metric
-        if self.setup.validation is None or not self.setup.every("eval"):
-            return
-        if name == "loss" and not isinstance(self.recipe, Evaluates):
+        """Raise a ValueError if evaluations do not have the metric that decides which checkpoint is best."""
+        name, known = self.config.run.best_metric, not isinstance(self.recipe, Evaluates)
+        if self.setup.validation is None or not self.setup.every("eval") or (name == "loss" and known):
             return
         with self.world.activity.during(activity.EVALUATION):
-            with suppress(Exception):  # metrics of a set that is too small; the same on all ranks
-                if name in self._metrics(limit=self.world.size):
-                    return
-            if name not in (values := self._metrics()):
-                raise ValueError(_unknown_metric(name, values))
+            check_metric(name, self._metrics, self.world.size)
 
     def _sample_and_score(self, at_end: bool = False) -> None:
         """Write the sample sets and scores that are due, by all ranks."""
@@ -409,7 +398,3 @@ class Trainer:
         except EvaluationStopped:
             by = signal.Signals(self.world.all_reduce_max(self.signals.received)).name
             self.say(f"{by} ended {name}; training is complete, and the model is kept")
-
-
-def _unknown_metric(name: str, values: Mapping[str, float]) -> str:
-    return f"best_metric is one of {', '.join(values)}, not {name}{nearest(name, values)}"
