@@ -49,7 +49,7 @@ def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **sett
 def _how_to_start(recipe: type[Recipe], nproc: str) -> str:
     """Return what to do instead of asking fit() for several processes."""
     text = f"fit() trains in this process, not in nproc = {nproc}: "
-    if getattr(sys.modules["__main__"], "__file__", None):
+    if "ipykernel" not in sys.modules:
         return text + f"start the script with torchrun --nproc_per_node={nproc}, or the recipe with `lockstep train`"
     return text + (
         f"other processes cannot see a notebook. Save {recipe.__name__} in a file, with %%writefile mine.py as the "
