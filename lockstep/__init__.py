@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .loss import Loss
     from .outcome import Outcome
     from .recipe import (
+        AfterStep,
         Augments,
         Describes,
         EmbedsData,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         Predicts,
         Pretrained,
         Recipe,
+        Schedules,
         Scores,
         SeveralTerms,
         Tests,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 __all__ = [
+    "AfterStep",
     "Augments",
     "Describes",
     "EmbedsData",
@@ -39,6 +42,7 @@ __all__ = [
     "Pretrained",
     "Recipe",
     "Rng",
+    "Schedules",
     "Scores",
     "SeveralTerms",
     "Tests",

@@ -29,6 +29,9 @@ class RunFacts:
     """Whether there are evaluations during training."""
     has_validation_set: bool = False
     generates: bool = False
+    own_optimizer: bool = False
+    """Whether the recipe has built its optimizer itself."""
+    own_schedule: bool = False
 
 
 def _unused(*rules: tuple[str, bool, str]) -> dict[str, str]:
@@ -63,6 +66,10 @@ class Data:
         check(self.n_steps is None or self.n_steps >= 1, "n_steps is at least 1", self.n_steps)
         check(self.epochs is None or self.epochs >= 1, "epochs is at least 1", self.epochs)
         check((self.num_workers or 0) >= 0, "num_workers is at least 0", self.num_workers)
+
+
+BY_OPTIMIZER = {"momentum": "sgd", "beta1": "adamw", "beta2": "adamw"}
+"""Flags that only one optimizer has."""
 
 
 @dataclass
@@ -122,15 +129,18 @@ class Optim:
     def without_effect(self, facts: RunFacts) -> dict[str, str]:
         """Return, by flag, why it has no effect in such a run."""
         optimizer, schedule = f"the optimizer is {self.optimizer}", f"the schedule is {self.schedule}"
+        own_schedule = "the recipe has a schedule of its own"
+        own_optimizer = "the recipe has an optimizer of its own (unless that reads self.optim)"
+        scheduled = ("schedule", "warmup_steps", "warmup_epochs", "min_lr", "decay_steps", "decay_factor")
         return _unused(
-            ("momentum", self.optimizer != "sgd", optimizer),
-            ("beta1", self.optimizer != "adamw", optimizer),
-            ("beta2", self.optimizer != "adamw", optimizer),
+            *((name, self.optimizer != kind, optimizer) for name, kind in BY_OPTIMIZER.items()),
             ("base_batch_size", self.lr_scaling == "none", "lr_scaling is none"),
             ("min_lr", self.schedule not in ("cosine", "linear", "plateau"), schedule),
             ("decay_steps", self.schedule != "step", schedule),
             ("decay_factor", self.schedule not in ("step", "plateau"), schedule),
             ("decay_patience", self.schedule != "plateau", schedule),
+            *((name, facts.own_schedule, own_schedule) for name in (*scheduled, "decay_patience")),
+            *((name, facts.own_optimizer, own_optimizer) for name in ("optimizer", "weight_decay", *BY_OPTIMIZER)),
         )
 
 

@@ -1,7 +1,7 @@
 """What changes the weights: optimizer, learning rate, the step from summed gradients, and averages of the weights."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,8 +49,9 @@ def scaled_lr(optim: Optim, global_batch: int) -> float:
 class Schedule:
     """The learning rate of a step, as a factor of the full one. It follows from the step, and from `drops` alone."""
 
-    def __init__(self, optim: Optim, batching: Batching):
-        self.kind = optim.schedule
+    def __init__(self, optim: Optim, batching: Batching, own: Callable[[int], float] | None = None):
+        """`own`: the factor by step, of a recipe with a schedule of its own."""
+        self.kind, self.own = "the recipe's own" if own else optim.schedule, own
         self.warmup = optim.warmup_steps + round(optim.warmup_epochs * batching.steps_per_epoch)
         self.length = max(1, batching.n_steps - self.warmup)
         self.floor = optim.min_lr / optim.lr if optim.lr else 0.0
@@ -62,6 +63,8 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """Return the factor for `step`, which counts from 0."""
+        if self.own is not None:
+            return self.own(step)
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
         done = min(1.0, (step - self.warmup) / self.length)
@@ -112,6 +115,8 @@ class Update:
         """Since the last log."""
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
         """The first step with a non-finite gradient since the last log, counted from 0; -1 for none."""
+        self.own_optimizer = False
+        """Whether the recipe has built the optimizer itself."""
         self._skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
 
     @torch.no_grad()

@@ -72,7 +72,7 @@ def make_receipt(setup: Setup, state: TrainState, data: dict[str, list[str]]) ->
     }
     broken = [f"no longer exact: {why}" for why in (state.exactness.breaks if state.exactness else [])]
     notes = [*run_dir.notes, *_resume_notes(run_dir.resume_from, facts), *broken]
-    return Receipt(facts, _rows(setup, state), [*notes, *_notes(setup, state.model)])
+    return Receipt(facts, _rows(setup, state), [*notes, *_notes(setup, state.model, state.update.own_optimizer)])
 
 
 def _resume_notes(resume_from: Path | None, facts: dict[str, Any]) -> list[str]:
@@ -135,12 +135,13 @@ def _spot_checks(setup: Setup) -> str:
 
 def _learning_rate(settings: Optim, update: Update) -> str:
     rule = "" if settings.lr_scaling == "none" else f" = {settings.lr:g} scaled {settings.lr_scaling}"
-    return f"{update.full_lr[0]:g}{rule}, {settings.schedule}, {update.schedule.warmup} warm-up steps"
+    warmup = "" if update.schedule.own else f", {update.schedule.warmup} warm-up steps"
+    return f"{update.full_lr[0]:g}{rule}, {update.schedule.kind}{warmup}"
 
 
-def _notes(setup: Setup, model: nn.Module) -> list[str]:
+def _notes(setup: Setup, model: nn.Module, own_optimizer: bool) -> list[str]:
     request = setup.request
-    without_effect = setup.config.without_effect(setup.facts())
+    without_effect = setup.config.without_effect(setup.facts(own_optimizer))
     notes = [f"{name} has no effect: {why}" for name, why in without_effect.items() if name in request.given]
     if request.smoke:
         steps = setup.batching.n_steps

@@ -15,7 +15,8 @@ engine calls, in order:
     model(), dataset("train"), dataset("val"), optimizer(), sample_costs()      once
     load_pretrained(model)                     Pretrained: once, in a run that does not resume another
     every step, in the loader:                 Augments: augment() of each item; collate() of each micro-batch
-    every step:                                SeveralTerms: term_counts(); then loss(), backward, the update
+    every step:                                SeveralTerms: term_counts(); then loss(), backward; Schedules:
+                                               lr_factor(); the update; AfterStep: after_step()
     every eval_every:                          Evaluates: evaluate_batch() on each batch of dataset("val"), summed over
                                                all ranks, metrics() of the sums; without it, the mean of loss()
     every sample_every:                        Generates: sample() on each rank's share of each of sample_sets();
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from .config import Optim
 from .loss import Loss, Sums, loss_means, loss_sums
 from .rng import Rng
 
@@ -76,6 +78,12 @@ class Recipe(ABC):
 
     def __init__(self, options: Any = None):
         self.options: Any = self.Options() if options is None else options
+        self.step = torch.zeros((), dtype=torch.int64)
+        """In `loss`: the number of the step, from 0. A tensor on the device, so that a compiled loss stays compiled."""
+        self.n_steps = 0
+        """How long the run is."""
+        self.optim = Optim()
+        """The flags of the optimizer (--lr, --weight_decay, ...), for an `optimizer` of your own."""
 
     def __init_subclass__(cls) -> None:
         """Refuse a method of a capability that the class does not derive from: it would never be called."""
@@ -105,7 +113,7 @@ class Recipe(ABC):
         return default_collate(items)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Return an optimizer of your own, or None for the one that the flags describe."""
+        """Return an optimizer of your own, or None for the one that the flags describe. `self.optim` has the flags."""
         return None
 
     def sample_costs(self, dataset: Any) -> Sequence[float] | None:
@@ -134,6 +142,25 @@ class SeveralTerms(ABC):
         The counts must follow from the batch and the randomness alone: the engine adds them up over the global batch
         before the first forward pass.
         """
+
+
+class AfterStep(ABC):
+    """Changes the model after each update, beside the optimizer: teachers that are averages, target networks."""
+
+    @abstractmethod
+    def after_step(self, model: nn.Module) -> None:
+        """Change parameters without a gradient, or buffers, in place. On every rank alike; nothing is recorded.
+
+        `self.step` is the number of the step that was made. They are saved as parts of the model.
+        """
+
+
+class Schedules(ABC):
+    """Has a schedule of its own for the learning rate, in place of --schedule and its warm-up."""
+
+    @abstractmethod
+    def lr_factor(self, step: int) -> float:
+        """Return what --lr is multiplied by in a step, counted from 0; `self.n_steps` is the length of the run."""
 
 
 class Pretrained(ABC):
@@ -260,6 +287,8 @@ class Describes(ABC):
 CAPABILITIES = (
     Augments,
     SeveralTerms,
+    AfterStep,
+    Schedules,
     Pretrained,
     Evaluates,
     Tests,

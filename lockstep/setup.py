@@ -19,7 +19,7 @@ from .flags import Request
 from .loss import Normalizer
 from .optim import Ema
 from .precision import Precision
-from .recipe import Generates, Pretrained, Recipe, SeveralTerms
+from .recipe import Generates, Pretrained, Recipe, Schedules, SeveralTerms
 from .rundir import RunDir
 from .state import Progress, TrainState
 from .watch import Watch
@@ -70,7 +70,7 @@ class Setup:
         term_counts = self.recipe.term_counts if isinstance(self.recipe, SeveralTerms) else None
         return Normalizer(term_counts, self.world, self.batching, self.config.data.seed, self.precision.dtype)
 
-    def facts(self) -> RunFacts:
+    def facts(self, own_optimizer: bool) -> RunFacts:
         has_validation_set = self.validation is not None
         return RunFacts(
             world_size=self.world.size,
@@ -80,6 +80,8 @@ class Setup:
             evaluates=has_validation_set and self.every("eval") > 0,
             has_validation_set=has_validation_set,
             generates=isinstance(self.recipe, Generates) and bool(self.recipe.sample_sets()),
+            own_optimizer=own_optimizer,
+            own_schedule=isinstance(self.recipe, Schedules),
         )
 
 
@@ -90,6 +92,7 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     saved = checkpoint.load(run_dir.resume_from) if run_dir.resume_from else None
     torch.manual_seed(seed)  # a data set that is drawn when it is made must be the same on every rank
     recipe = request.instance or request.recipe(request.options)
+    recipe.optim = config.optim
     if request.smoke:
         recipe.smoke()
     data, validation = recipe.dataset("train"), recipe.dataset("val")
@@ -100,6 +103,7 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     resumed_global_batch = saved.state["global_batch"] if saved else run_dir.global_batch
     size = dataset_size(data)
     batching = Batching.plan(config.data, size, world.size, resumed_global_batch, request.smoke)
+    recipe.n_steps, recipe.step = batching.n_steps, torch.zeros((), dtype=torch.int64, device=world.device)
     before = saved.state.get("exact") if saved else None
     if config.hardware.exact:
         tiles = -(-batching.global_batch // config.data.batch_size)
@@ -197,7 +201,11 @@ def _update(setup: Setup, model: nn.Module) -> optim.Update:
     settings = setup.config.optim
     if settings.schedule == "plateau" and (setup.validation is None or not setup.every("eval")):
         raise ValueError("--schedule plateau follows the evaluations: it needs --eval_every and a validation set")
-    optimizer = optim.check_optimizer(setup.recipe.optimizer(model)) or optim.build(settings, model.parameters())
+    own = optim.check_optimizer(setup.recipe.optimizer(model))
+    optimizer = own or optim.build(settings, model.parameters())
     ratio = optim.scaled_lr(settings, setup.batching.global_batch) / settings.lr if settings.lr else 1.0
-    schedule = optim.Schedule(settings, setup.batching)
-    return optim.Update(optimizer, schedule, ratio, settings.clip_grad, setup.precision.scaler, setup.world.device)
+    lr_factor = setup.recipe.lr_factor if isinstance(setup.recipe, Schedules) else None
+    schedule = optim.Schedule(settings, setup.batching, lr_factor)
+    update = optim.Update(optimizer, schedule, ratio, settings.clip_grad, setup.precision.scaler, setup.world.device)
+    update.own_optimizer = own is not None
+    return update

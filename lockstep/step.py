@@ -19,6 +19,7 @@ from .hashing import GOLDEN_GAMMA
 from .loss import ExactLossSums, Finished, LossSums, Objective, sums_and_weights
 from .outcome import OutOfMemory
 from .parallel import Replica, Tiles
+from .recipe import AfterStep
 from .setup import Setup, sum_exactly
 from .state import TrainState
 from .stream import Slice, Stream
@@ -51,6 +52,7 @@ class TrainStep:
         self.loss_sums = ExactLossSums() if setup.config.hardware.exact else LossSums()
         self.samples_used: list[Slice] = []
         """Since the last check of the ledger."""
+        self.after_step = torch.no_grad()(setup.recipe.after_step) if isinstance(setup.recipe, AfterStep) else None
         self.unkeyed_draws: list[str] = []
         """What is to be said about random numbers that the loss does not take from `rng`; known with several ranks."""
         self._unconfirmed: tuple[int, list[MicroBatch], list[Finished]] | None = None
@@ -126,6 +128,8 @@ class TrainStep:
         if history is not None:
             history.digest_weights(step + 1)
             self._record(step, finished)
+        if self.after_step is not None:
+            self.after_step(self.state.model)
         for ema in self.state.emas:
             ema.update(step)
         self.samples_used += [micro.samples for micro in finished]
@@ -140,6 +144,7 @@ class TrainStep:
         `repeated`: they are tiles that have been counted already; their gradients stay in the parameters.
         """
         finished, self.replica.buckets.issued = list[Finished](), 0
+        self.setup.recipe.step.fill_(step)
         tiles = None if repeated else self.tiles
         if tiles is not None:
             tiles.start_step()
@@ -193,6 +198,8 @@ class TrainStep:
             finished = self._accumulate_again(step, batches)
         self._update_exactly(step, tiles)
         self._unconfirmed = step, batches, finished
+        if self.after_step is not None:
+            self.confirm()  # it may change what the next loss uses
         return agreed
 
     def _losses(self, batches: list[MicroBatch], finished: list[Finished]) -> list[Tensor]:
@@ -247,6 +254,8 @@ class TrainStep:
             finished = self._accumulate_again(step, batches)
             self._update_exactly(step, self.tiles)
         self._record(step, finished, again)
+        if self.after_step is not None:
+            self.after_step(self.state.model)
         for ema in self.state.emas:
             ema.update(step)
         self.samples_used += [micro.samples for micro in finished]
