@@ -55,7 +55,8 @@ def train(recipe: "type[Recipe]", argv: Sequence[str] | None = None) -> None:
     script = Path(sys.argv[0])
     if not registry.spec_of(recipe):
         registry.register_script(recipe, script)
-    exit_with(lambda: train_recipe(recipe, flags, [str(script), *flags]))
+    command = [str(script), *flags] if script.is_file() else None  # it may come from standard input
+    exit_with(lambda: train_recipe(recipe, flags, command))
 
 
 def exit_with(command: Callable[[], int]) -> None:

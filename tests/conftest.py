@@ -1,6 +1,7 @@
 """What tests share: a tiny recipe, and the state of the process put back after each test."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ import torch
 from processes import zygote
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets processes ignore it, and those that they start
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -39,12 +39,14 @@ def _resumed_recipe(words: list[str]) -> str:
     return recorded_recipe(rundir.run_folder(Path(run)), f"lockstep train {{}} --resume {shlex.quote(run)}")
 
 
-def train_recipe(recipe: type[Recipe], words: list[str], command: list[str]) -> int:
-    """Train as `words` say; `command` starts the same as one of several processes."""
+def train_recipe(recipe: type[Recipe], words: list[str], command: list[str] | None) -> int:
+    """Train as `words` say; `command` starts the same as one of several processes; None if nothing can."""
     request = flags.parse(recipe, words, f"lockstep train {recipe.name}", rundir.find_config)
     hardware = request.train.hardware
     nproc = launch.process_count(hardware.nproc, hardware.device)
     if nproc > 1:
+        if command is None:
+            raise ValueError(f"--nproc {nproc} runs a script in {nproc} processes, and this is no file: save it as one")
         return launch.start(nproc, command, hardware.max_restarts)
     with (
         distributed.session(hardware.device, hardware.timeout, hardware.local_rank) as world,

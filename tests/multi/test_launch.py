@@ -348,3 +348,10 @@ def test_a_second_ctrl_c_ends_at_once(folder: Path, nproc: str) -> None:
             process.wait(1.5)
     process.communicate(timeout=60)
     assert process.returncode == 130
+
+
+def test_a_script_from_standard_input_is_refused_several_processes(folder: Path) -> None:
+    code = (folder / "train.py").read_text().replace("train(Tiny)", 'train(Tiny, ["--nproc", "2", "--out", "here"])')
+    assert '"--nproc"' in code
+    done = run(["bash", "-c", f"python - <<'END'\n{code}\nEND"], folder)
+    assert done.returncode == 2 and "--nproc 2 runs a script in 2 processes, and this is no file" in done.stderr
