@@ -24,6 +24,8 @@ class MicroBatch(NamedTuple):
     """Whether it is the last of its step on this rank: the one that synchronises gradients."""
     error: str | None = None
     """What went wrong in a loader process, if anything."""
+    next_item: tuple[int, int] | None = None
+    """Of an iterable data set: where the next step begins, as epoch and number in it. Equal on all ranks."""
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class Evaluator:
     @torch.no_grad()
     def nonfinite_samples(self, dataset: Any, samples: Slice) -> list[int]:
         """Return, on rank 0, which of all ranks' samples have a loss that is not finite by themselves."""
-        fetch = Fetch(self.recipe, dataset, self.seed)
+        fetch = Fetch.of(self.recipe, dataset, self.seed)
 
         def own() -> list[int]:
             found = []

@@ -5,11 +5,13 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from .batching import Batching, MicroBatch
 from .distributed import World
@@ -18,25 +20,95 @@ from .rng import Rng
 from .stream import Slice, Stream
 
 
-class Fetch:
-    """Runs in the loader's processes: samples in, a collated micro-batch out."""
+@dataclass(frozen=True)
+class Preparation:
+    """How items become a micro-batch: augmentation, with the randomness of `seed`, and collation."""
 
-    def __init__(self, recipe: Recipe, dataset: Any, seed: int):
-        self.items, self.seed, self.collate = item_getter(dataset), seed, recipe.collate
-        self.augment = recipe.augment if isinstance(recipe, Augments) else None
+    seed: int
+    collate: Callable[[list[Any]], Any] = default_collate
+    augment: Callable[[Any, Rng], Any] | None = None
+    """augment(item, rng), with the randomness of that item."""
+
+
+class Fetch:
+    """Runs in the loader's processes: samples of a map-style data set in, a collated micro-batch out."""
+
+    def __init__(self, dataset: Any, preparation: Preparation):
+        self.items, self.preparation = item_getter(dataset), preparation
+
+    @classmethod
+    def of(cls, recipe: Recipe, dataset: Any, seed: int) -> "Fetch":
+        augment = recipe.augment if isinstance(recipe, Augments) else None
+        return cls(dataset, Preparation(seed, recipe.collate, augment))
 
     def __getitems__(self, request: tuple[Slice, int, bool]) -> list[MicroBatch]:
         """Return one micro-batch, or its error: an exception would lose its message on the way to the rank."""
         samples, number, last = request
         epoch, index = torch.from_numpy(samples.epoch), torch.from_numpy(samples.index)
+        seed, augment = self.preparation.seed, self.preparation.augment
         try:
             items = self.items(index.tolist())
-            if self.augment is not None:
-                rngs = (Rng.of(self.seed, epoch[i : i + 1], index[i : i + 1]) for i in range(len(index)))
-                items = [self.augment(item, rng) for item, rng in zip(items, rngs, strict=True)]
-            return [MicroBatch(self.collate(items) if items else None, epoch, index, samples, number, last)]
+            if augment is not None:
+                rngs = (Rng.of(seed, epoch[i : i + 1], index[i : i + 1]) for i in range(len(index)))
+                items = [augment(item, rng) for item, rng in zip(items, rngs, strict=True)]
+            collated = self.preparation.collate(items) if items else None
+            return [MicroBatch(collated, epoch, index, samples, number, last)]
         except ValueError as error:
             return [MicroBatch(None, epoch, index, samples, number, last, str(error))]
+
+
+class Reader(IterableDataset[MicroBatch]):
+    """Reads an iterable data set, one epoch after the other, and yields this rank's micro-batches.
+
+    Every rank reads the whole sequence and keeps its own items: global batch k is the items [k·G, (k+1)·G) on any
+    world, nothing is lost or repeated, and batches run across the ends of epochs. A data set that has `set_epoch` is
+    told the epoch before each pass.
+    """
+
+    def __init__(
+        self, dataset: Any, preparation: Preparation, world: World, batching: Batching, first_item: tuple[int, int]
+    ):
+        self.dataset, self.batching, self.first_item = dataset, batching, first_item
+        self.fetch, self._in_hand = Fetch(self, preparation), list[Any]()
+        self.numbers = batching.own(world.rank)
+        size, share = batching.global_batch, (world.rank, world.rank + 1)
+        first, stop = (size * rank // world.size for rank in share)
+        self.cuts = [first + (stop - first) * i // batching.accumulation for i in range(batching.accumulation + 1)]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        sequence = self._sequence()
+        while True:
+            own: list[tuple[int, int, Any]] = []
+            for place, (epoch, index, item) in enumerate(itertools.islice(sequence, self.batching.global_batch)):
+                if self.cuts[0] <= place < self.cuts[-1]:
+                    own.append((epoch, index, item))
+            for number, (start, stop) in zip(self.numbers, itertools.pairwise(self.cuts), strict=True):
+                some = own[start - self.cuts[0] : stop - self.cuts[0]]
+                places = np.array([place[:2] for place in some], dtype=np.int64).reshape(-1, 2)
+                samples, self._in_hand = Slice(places[:, 0].copy(), places[:, 1].copy()), [p[2] for p in some]
+                (micro,) = self.fetch.__getitems__((samples, number, number == self.numbers[-1]))
+                yield micro._replace(next_item=(epoch, index + 1))
+
+    def __getitems__(self, _: list[int]) -> list[Any]:
+        """Return the items just read, whose places `fetch` has been told."""
+        return self._in_hand
+
+    def _sequence(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield (epoch, number in the epoch, item) without end, from the first item on."""
+        first_epoch, first_index = self.first_item
+        for epoch in itertools.count(first_epoch):
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            count, skipped = 0, first_index if epoch == first_epoch else 0
+            for count, item in enumerate(self.dataset, 1):
+                if count > skipped:
+                    yield epoch, count - 1, item
+            if count < max(1, skipped):
+                raise ValueError(
+                    f"epoch {epoch} of the iterable data set has {count} item(s), fewer than "
+                    + (f"the {skipped} that were used of it before" if skipped else "one")
+                    + ": it must yield the same items whenever it is read"
+                )
 
 
 def item_getter(dataset: Any) -> Callable[[list[int]], list[Any]]:
@@ -51,38 +123,57 @@ def _own_process_group(_: int) -> None:
     os.setpgid(0, 0)
 
 
+def _unchanged(micro_batch: Any) -> Any:
+    return micro_batch
+
+
+def no_repeats(_: int) -> Sequence[int]:
+    return ()
+
+
+def requests(
+    stream: Stream,
+    world: World,
+    batching: Batching,
+    first_step: int,
+    repeats: Callable[[int], Sequence[int]] = no_repeats,
+) -> Iterator[tuple[Slice, int, bool]]:
+    """Return, without end, what to fetch for this rank's micro-batches: samples, number, whether it is the last.
+
+    `repeats`: the other ranks' tiles that this rank gets too in a step; they come before its own.
+    """
+    own = batching.own(world.rank)
+    steps = (
+        zip(numbers, stream.tiles(step, numbers, batching.tiles), strict=True)
+        if batching.tiles
+        else zip(own, stream.micro_batches(step, world.rank, world.size, batching.accumulation), strict=True)
+        for step in itertools.count(first_step)
+        for numbers in [[*repeats(step), *own]]
+    )
+    return ((samples, n, n == own[-1]) for step in steps for n, samples in step)
+
+
 class Loader:
     """This rank's micro-batches, step after step, without end."""
 
     def __init__(
         self,
-        recipe: Recipe,
-        dataset: Any,
-        stream: Stream,
+        source: Fetch | Reader,
         world: World,
-        batching: Batching,
-        first_step: int,
         workers: int | None,
-        dtype: torch.dtype,
-        repeats: Callable[[int], Sequence[int]] = lambda _: (),
+        dtype: torch.dtype | None = None,
+        requests: Iterator[tuple[Slice, int, bool]] | None = None,
     ):
-        """`repeats`: the other ranks' tiles that this rank gets too in a step; they come before its own."""
         workers = default_workers(world.device) if workers is None else workers
-        own = batching.own(world.rank)
-        steps = (
-            zip(numbers, stream.tiles(step, numbers, batching.tiles), strict=True)
-            if batching.tiles
-            else zip(own, stream.micro_batches(step, world.rank, world.size, batching.accumulation), strict=True)
-            for step in itertools.count(first_step)
-            for numbers in [[*repeats(step), *own]]
-        )
-        requests = ((samples, n, n == own[-1]) for step in steps for n, samples in step)
-        self._batches = iter(
+        if isinstance(source, Reader):
+            workers = min(workers, 1)  # several would each read the whole sequence
+        self._batches: Iterator[MicroBatch] = iter(
             DataLoader(
-                Fetch(recipe, dataset, stream.seed),  # type: ignore[arg-type]
+                source,  # type: ignore[arg-type]
+                batch_size=1 if requests else None,
                 batch_sampler=requests,  # type: ignore[arg-type]
                 num_workers=workers,
-                collate_fn=operator.itemgetter(0),
+                collate_fn=operator.itemgetter(0) if requests else _unchanged,
                 pin_memory=world.device.type == "cuda",
                 prefetch_factor=4 if workers else None,
                 worker_init_fn=_own_process_group,

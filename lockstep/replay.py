@@ -198,7 +198,7 @@ def sample_losses(trainer: Trainer) -> list[SampleLoss]:
 
 def _singles(trainer: Trainer, single: Batching) -> Iterator[MicroBatch]:
     """Yield this rank's samples of the next step, one at a time."""
-    fetch, own = Fetch(trainer.recipe, trainer.setup.data, trainer.config.data.seed), single.own(trainer.world.rank)
+    fetch, own = Fetch.of(trainer.recipe, trainer.setup.data, trainer.config.data.seed), single.own(trainer.world.rank)
     samples = trainer.step.stream.tiles(trainer.progress.step, own, single.global_batch)
     for number, sample in zip(own, samples, strict=True):
         (micro,) = fetch.__getitems__((sample, number, True))
@@ -234,7 +234,7 @@ def pictures(trainer: Trainer, samples: list[SampleLoss]) -> list[tuple[Tensor, 
     recipe, seed = trainer.recipe, trainer.config.data.seed
     if not isinstance(recipe, Pictures):
         return []
-    fetch, shown = Fetch(recipe, trainer.setup.data, seed), []
+    fetch, shown = Fetch.of(recipe, trainer.setup.data, seed), []
     for sample in samples:
         (item,) = fetch.items([sample.index])
         if fetch.augment is not None:

@@ -76,11 +76,10 @@ class TrainStep:
         if setup.compiled:
             self.replica.compile(exact=setup.config.hardware.exact)
         self.spot = self._spot_checks()
-        self.loader = loader.Loader(
-            setup.recipe, setup.data, self.stream, self.world, setup.batching, self.state.progress.step,
-            setup.config.data.num_workers, self.precision.dtype,
-            self.spot.repeats if self.spot else lambda _: (),
-        )  # fmt: skip
+        repeats = self.spot.repeats if self.spot else loader.no_repeats
+        requests = loader.requests(self.stream, self.world, setup.batching, self.state.progress.step, repeats)
+        fetch, workers = loader.Fetch.of(setup.recipe, setup.data, self.seed), setup.config.data.num_workers
+        self.loader = loader.Loader(fetch, self.world, workers, self.precision.dtype, requests)
 
     def _spot_checks(self) -> SpotChecks | None:
         sums, every = self.state.sums, self.setup.spot_check_every
@@ -103,7 +102,7 @@ class TrainStep:
 
     def _fetch(self, samples: Slice, number: int) -> MicroBatch:
         """Return samples as a micro-batch, without the loader."""
-        (micro,) = loader.Fetch(self.setup.recipe, self.setup.data, self.seed).__getitems__((samples, number, True))
+        (micro,) = loader.Fetch.of(self.setup.recipe, self.setup.data, self.seed).__getitems__((samples, number, True))
         if micro.error:
             raise ValueError(micro.error)
         return loader.to_device(micro, self.world.device, self.precision.dtype)
