@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import fit
+    from .api import fit, world
     from .config import TrainConfig
+    from .distributed import RunFailed, World
+    from .loop import Run
     from .loss import Loss
-    from .outcome import Outcome
+    from .outcome import NotSaved, Outcome, Stopped
     from .recipe import (
         AfterStep,
         Augments,
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
         Tests,
     )
     from .rng import Rng
+    from .stream import Stream
     from .trainer import Trainer
+    from .watch import OutOfLockstep
 
 __all__ = [
     "AfterStep",
@@ -36,24 +40,32 @@ __all__ = [
     "Evaluates",
     "Generates",
     "Loss",
+    "NotSaved",
+    "OutOfLockstep",
     "Outcome",
     "Pictures",
     "Predicts",
     "Pretrained",
     "Recipe",
     "Rng",
+    "Run",
+    "RunFailed",
     "Schedules",
     "Scores",
     "SeveralTerms",
+    "Stopped",
+    "Stream",
     "Tests",
     "TrainConfig",
     "Trainer",
+    "World",
     "fit",
     "train",
+    "world",
 ]
 __version__ = "0.1.0"
-_MODULES = ("api", "config", "loss", "outcome", "recipe", "rng", "trainer")
-"""Where the public names are. They are imported when they are first used: `lockstep --help` needs no torch."""
+_MODULES = ("loop", "api", "config", "loss", "outcome", "recipe", "rng", "stream", "trainer", "watch")
+"""Where the public names are; `Run` is that of the first, not the settings of that name. They are imported when they are first used: `lockstep --help` needs no torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -3,13 +3,17 @@
 import dataclasses
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from . import distributed, flags, registry, rundir
 from .config import TrainConfig
+from .distributed import World
 from .exact import kernels_restored
 from .outcome import Outcome
 from .recipe import Recipe
@@ -55,3 +59,46 @@ def _how_to_start(recipe: type[Recipe], nproc: str) -> str:
         f"other processes cannot see a notebook. Save {recipe.__name__} in a file, with %%writefile mine.py as the "
         f"first line of its cell, and run !lockstep train mine.py:{recipe.__name__} --nproc {nproc}"
     )
+
+
+@contextmanager
+def world(device: str = "auto", timeout: float = 600.0, hang_timeout: float = 300.0) -> Iterator[World]:
+    """Join the process group that torchrun has described, yield this rank's world, and leave the group.
+
+    Without torchrun the world has one rank. `timeout`: seconds after which a rank that waits for the others gives up.
+    `hang_timeout`: seconds without progress on any rank after which the stacks of all ranks are written to hang.txt and
+    the processes end; 0 for never. With several ranks an exception ends the process: the rank that failed first prints
+    it, the others end too.
+    """
+    joined = distributed.connect(device, timeout)
+    try:
+        with HangWatch(joined, Path(), hang_timeout, timeout, ends_process=joined.size > 1), joined.closing:
+            yield joined
+        distributed.disconnect(joined)
+    except BaseException as error:
+        if joined.size == 1:
+            raise
+        _exit(error)
+
+
+def _exit(error: BaseException) -> NoReturn:
+    """End this rank: what Lockstep itself has found is one line, anything else has its traceback."""
+    from .cli import exit_with  # a library does not need the command line
+
+    def end() -> int:
+        if isinstance(error, SystemExit):
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error, ValueError) and not _is_own(error):
+            failed = distributed.RunFailed(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
+            failed.details = "".join(traceback.format_exception(error))
+            raise failed
+        raise error
+
+    exit_with(end)
+    raise AssertionError("exit_with does not return")
+
+
+def _is_own(error: Exception) -> bool:
+    """Return whether Lockstep has raised an error, rather than a script or another library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).parent == Path(__file__).parent

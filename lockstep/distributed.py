@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -66,6 +66,10 @@ class World:
     store: dist.Store | None = None
     """The key-value store of the group, where there are several ranks."""
     activity: Activity = field(default_factory=Activity)
+    folder: Path = field(default_factory=Path)
+    """Where hang.txt goes."""
+    closing: ExitStack = field(default_factory=ExitStack)
+    """What is closed before the group is left: runs, with their locks and unfinished writes."""
 
     @property
     def is_main(self) -> bool:
@@ -101,6 +105,19 @@ class World:
         largest = torch.tensor([number], dtype=torch.int32)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.cpu_group)
         return int(largest.item())
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank: how ranks decide together to skip a step, or to stop."""
+        return self.all_reduce_max(int(flag)) > 0
+
+    def gather_rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks, one rank's after the other's, on every rank: for metrics that do not add up."""
+        return torch.cat(self.broadcast(self.gather(tensor.detach().cpu()))).to(tensor.device)
+
+    def print(self, *values: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_main:
+            print(*values, flush=True)  # noqa: T201
 
     def on_main(self, function: Callable[[], Any]) -> Any:
         """Call `function` on rank 0 and return its result on every rank; its ValueError is raised on every rank."""

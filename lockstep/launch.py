@@ -15,10 +15,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .cores import check_cores
 from .distributed import HANG_STATUS, LAUNCHER, SUCCEEDED, log_folder_prefix
+from .outcome import REQUEUE as REQUEUE
 from .rendezvous import LOOPBACK, loopback_store
-
-REQUEUE = 75
-"""Exit status of a run that a scheduler's signal stopped and that can go on: EX_TEMPFAIL of sysexits.h."""
 
 
 def process_count(nproc: str, device: str) -> int:

@@ -1,5 +1,6 @@
 """How a run ends: what `fit` returns, and what it raises."""
 
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,18 @@ class NotSaved(RunFailed):
 
 class OutOfMemory(RunFailed):
     """A micro-batch of one sample does not fit into memory."""
+
+
+REQUEUE = 75
+"""Exit status of a run that a scheduler's signal stopped and that can go on: EX_TEMPFAIL of sysexits.h."""
+
+
+class Stopped(SystemExit):
+    """A signal has stopped a loop of one's own after a step, on all ranks; the script ends unless it is caught."""
+
+    def __init__(self, by: signal.Signals):
+        super().__init__(130 if by == signal.SIGINT else REQUEUE)
+        self.by = by
 
 
 @dataclass

@@ -1,10 +1,10 @@
-"""One objective on many ranks, with gradients summed over all of them.
+"""One model on many ranks, with gradients summed over all of them: as an objective, or in a loop of one's own.
 
 The only file that names DistributedDataParallel.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -184,3 +184,78 @@ class Replica:
                 buffer.copy_(buffers[name])
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+
+class GradientSums:
+    """Sums the gradients of any parameters over the ranks, when backward is done.
+
+    No wrapper is around a model, so that nothing can run around it: any method may be called, any number of times and
+    with any losses, and parameters may take part only in some steps or on some ranks. The price is that nothing is sent
+    while backward is still running, as DDP does.
+    """
+
+    BUCKET = 25 << 20
+    """Bytes that are summed at a time, as in DDP."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], world: World):
+        self.parameters, self.world = list(dict.fromkeys(parameters)), world
+
+    def sum_over_ranks(self) -> None:
+        """Replace each gradient by the sum of all ranks'; it stays None where no rank has one."""
+        if self.world.size == 1:
+            return
+        grads = [self._dense(parameter) for parameter in self._with_gradient()]
+        sent: list[tuple[list[Tensor], Tensor, dist.Work]] = []
+        for bucket in self._buckets(grads):
+            flat = torch.cat([grad.reshape(-1) for grad in bucket])
+            sent.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+            if len(sent) > 1:  # one is on its way while the next is copied
+                _copy_back(*sent.pop(0))
+        for waiting in sent:
+            _copy_back(*waiting)
+
+    def _with_gradient(self) -> list[nn.Parameter]:
+        """Return the parameters that have a gradient on any rank; a message between hosts."""
+        have = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
+        dist.all_reduce(have, dist.ReduceOp.MAX, group=self.world.cpu_group)
+        return [parameter for parameter, some in zip(self.parameters, have.tolist(), strict=True) if some]
+
+    def _dense(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            raise ValueError("sparse gradients are not summed over ranks: use nn.Embedding(..., sparse=False)")
+        return parameter.grad
+
+    def _buckets(self, grads: list[Tensor]) -> list[list[Tensor]]:
+        """Return the gradients in groups of one type, each of about BUCKET bytes; the same on every rank."""
+        buckets: list[list[Tensor]] = []
+        filled: dict[torch.dtype, tuple[list[Tensor], int]] = {}
+        for grad in grads:
+            bucket, size = filled.get(grad.dtype, ([], self.BUCKET))
+            if size >= self.BUCKET:
+                bucket, size = [], 0
+                buckets.append(bucket)
+            bucket.append(grad)
+            filled[grad.dtype] = bucket, size + grad.nbytes
+        return buckets
+
+
+def _copy_back(grads: list[Tensor], flat: Tensor, work: dist.Work) -> None:
+    work.wait()
+    pieces = flat.split([grad.numel() for grad in grads])
+    torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
+
+
+@torch.no_grad()
+def make_equal(model: nn.Module, world: World) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    for tensor in model.state_dict().values() if world.size > 1 else ():
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, src=0)
+        tensor.copy_(whole)
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Return whether a model sums its gradients by itself."""
+    return isinstance(model, DistributedDataParallel)

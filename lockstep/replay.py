@@ -237,7 +237,9 @@ def pictures(trainer: Trainer, samples: list[SampleLoss]) -> list[tuple[Tensor, 
     fetch, shown = Fetch.of(recipe, trainer.setup.data, seed), []
     for sample in samples:
         (item,) = fetch.items([sample.index])
-        if fetch.augment is not None:
-            item = fetch.augment(item, Rng.of(seed, torch.tensor([sample.epoch]), torch.tensor([sample.index])))
+        if fetch.preparation.augment is not None:
+            item = fetch.preparation.augment(
+                item, Rng.of(seed, torch.tensor([sample.epoch]), torch.tensor([sample.index]))
+            )
         shown.append(recipe.picture_of(item))
     return shown

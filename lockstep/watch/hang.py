@@ -42,7 +42,8 @@ class HangWatch:
     """Watches the thread that enters it, until it leaves. `ends_process`: exit after the report."""
 
     def __init__(self, world: World, folder: Path, hang_timeout: float, timeout: float, ends_process: bool = True):
-        self.world, self.folder, self.ends_process = world, folder, ends_process
+        self.world, self.ends_process = world, ends_process
+        world.folder = folder
         self.hang_timeout, self.timeout = hang_timeout, timeout
         self._clock = IdleClock(world.activity, hang_timeout)
         self._process = this_process()
@@ -213,10 +214,10 @@ class HangWatch:
 
     def _write(self, summary: str, stacks: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        sys.stderr.write(f"lockstep: {summary}\n    all stacks are in {self.folder / FILE}\n")
+        sys.stderr.write(f"lockstep: {summary}\n    all stacks are in {self.world.folder / FILE}\n")
         sys.stderr.flush()
         for name, text in (("log.txt", f"{now} {summary}\n"), (FILE, f"{now} {summary}\n\n{stacks}\n")):
-            with suppress(OSError), (self.folder / name).open("a") as file:
+            with suppress(OSError), (self.world.folder / name).open("a") as file:
                 file.write(text)
 
 

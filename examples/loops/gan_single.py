@@ -1,0 +1,56 @@
+"""Train a GAN with two optimizers: points on a ring, and a generator that learns to make them."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import data
+
+EPOCHS, Z = 10, 4  # Z: dimensions of the noise that a point is generated from
+
+
+def ring(count: int) -> data.TensorDataset:
+    """Return points at a distance of about 2 from the origin."""
+    generator = torch.Generator().manual_seed(1)
+    angle = math.tau * torch.rand(count, generator=generator)
+    radius = 2 + 0.1 * torch.randn(count, generator=generator)
+    return data.TensorDataset(torch.stack([radius * angle.cos(), radius * angle.sin()], 1))
+
+
+def network(inputs: int, outputs: int, width: int = 32) -> nn.Module:
+    """Return a perceptron with two hidden layers."""
+    layers = [nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, outputs)]
+    return nn.Sequential(*layers)
+
+
+def main() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    points = ring(300)
+    generator, discriminator = network(Z, 2).to(device), network(2, 1).to(device)
+    g_adam = torch.optim.Adam(generator.parameters(), 5e-3, (0.5, 0.9))
+    d_adam = torch.optim.Adam(discriminator.parameters(), 5e-3, (0.5, 0.9))
+    for epoch in range(EPOCHS):
+        for (x,) in data.DataLoader(points, 50, shuffle=True):
+            x, n = x.to(device), len(x)
+            z = torch.randn(n, Z, device=device)
+            fake = generator(z)
+
+            real_loss = F.softplus(-discriminator(x)).mean()
+            fake_loss = F.softplus(discriminator(fake.detach())).mean()
+            d_adam.zero_grad()
+            (real_loss + fake_loss).backward()
+            d_adam.step()
+
+            g_loss = F.softplus(-discriminator(fake)).mean()
+            g_adam.zero_grad()
+            g_loss.backward()
+            g_adam.step()
+        with torch.no_grad():
+            made = generator(torch.linspace(-2, 2, 100 * Z, device=device).view(Z, 100).T)
+        print(f"epoch {epoch + 1}: the generated points have a radius of {made.norm(dim=1).mean():.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Your own training loop on one rank or many: `Run` has the data, the gradients, the checkpoints and the checks.
+
+    def main(world):
+        model = Net().to(world.device)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        run = lockstep.Run(world, "runs/mine", model=model, optimizer=optimizer)      # resumes what is there
+        for x, y in run.batches(train_set, global_batch=64, n_steps=1000):
+            total = F.cross_entropy(model(x), y, reduction="sum")
+            run.backward(total, weight=len(y))         # the gradient of the mean over the global batch
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if __name__ == "__main__":
+        with lockstep.world() as world:
+            main(world)
+
+`python script.py` is one rank, `torchrun --nproc_per_node=4 script.py` four, with the same result up to rounding.
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
+
+from . import activity, checkpoint, config, rundir
+from .batching import Batching, MicroBatch
+from .distributed import StopSignals, World
+from .evaluate import dataset_size, samples_of, share
+from .gradients import Gradients
+from .loader import Fetch, Loader, Preparation, Reader, requests, to_device
+from .outcome import NotSaved, Stopped
+from .registered import Registered, numbers
+from .rng import Rng
+from .stream import Slice, Stream
+from .watch import Watch
+from .watch.data import DataWatch, Samples
+from .watch.ledger import Ledger
+
+Collate = Callable[[list[Any]], Any]
+Augment = Callable[[Any, Rng], Any]
+
+
+class Run:
+    """A training run in a loop of your own: data, gradients, checkpoints and checks, each of which may be used alone.
+
+    `folder`: where checkpoints go; a run that is there is resumed, on any number of ranks. None: nothing is saved.
+    `objects`: whatever has `state_dict` and `load_state_dict`: models, optimizers, schedules, scalers, averages. All of
+    it is saved and restored, and compared over the ranks. Models start from rank 0's weights, their BatchNorm has the
+    statistics of all ranks, and their gradients are what `backward` sums.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: str | Path | None = None,
+        *,
+        seed: int = 0,
+        save_every: int = 1000,
+        check_every: int = 50,
+        keep: int = 3,
+        **objects: Any,
+    ):
+        self.world, self.seed, self.save_every, self.check_every = world, seed, save_every, check_every
+        self.step = 0
+        """Steps done; inside the loop, the number of the current one, counted from 0."""
+        self.micro: MicroBatch | None = None
+        """The micro-batch in hand."""
+        self.registered = Registered(objects, world)
+        self.gradients = Gradients(self.registered.parameters(), world)
+        self.batching: Batching | None = None
+        self.checkpoints: checkpoint.Checkpoints | None = None
+        self.signals = StopSignals()
+        self._closing, self._facts = ExitStack(), dict[str, Any]({"seed": seed})
+        self._samples, self._used = list[Slice](), list[Slice]()
+        self._ledger, self._data = Ledger(0), DataWatch(world, {}, seed)
+        self._resumed_ledger: dict[str, Any] = {}
+        world.closing.callback(self.close)
+        if folder is not None:
+            self._open(Path(folder), keep)
+
+    def _open(self, folder: Path, keep: int) -> None:
+        """Lock the folder, and restore the run that is there."""
+        wanted = config.Run(out=str(folder), resume="auto")
+        run_dir = self._closing.enter_context(rundir.open_run_dir(wanted, folder.name, self.world))
+        self.world.folder = run_dir.path
+        for note in run_dir.notes:
+            self._say(note)
+        if self.world.is_main:
+            self.checkpoints = checkpoint.Checkpoints(run_dir.path / "checkpoints", keep)
+            self._closing.callback(self.checkpoints.wait)
+        if run_dir.resume_from:
+            saved = checkpoint.load(run_dir.resume_from)
+            self._check_same_run({"seed": self.seed}, saved.state["run"])
+            self.registered.restore(saved)
+            self.step = saved.step
+            self._facts, self._resumed_ledger = saved.state["run"], saved.state["ledger"]
+            self._say(f"resumed {run_dir.path} after step {self.step}")
+
+    def _check_same_run(self, here: dict[str, Any], before: dict[str, Any]) -> None:
+        for name, value in here.items():
+            if before.get(name, value) != value:
+                raise ValueError(
+                    f"this run began with {name} {before[name]}, not {value}: the order of samples would change; go on "
+                    "with the old value, or give the Run another folder"
+                )
+
+    def _say(self, text: str) -> None:
+        if self.world.is_main:
+            sys.stderr.write(f"lockstep: {text}\n")
+
+    # Data
+
+    def batches(
+        self,
+        dataset: Any,
+        global_batch: int,
+        *,
+        n_steps: int | None = None,
+        epochs: int | None = None,
+        collate: Collate = default_collate,
+        augment: Augment | None = None,
+        workers: int | None = None,
+    ) -> Iterator[Any]:
+        """Yield this rank's part of each global batch, collated and on its device, until the run has so many steps.
+
+        Lengths count from the start of the run: one that is resumed, and a second call, go on where it was. The data
+        set is map-style, and shuffled anew in every epoch; or iterable, and read in its own order. `augment(item, rng)`
+        changes single items. After each step the ranks are compared and the run is saved when that is due, and at the
+        end; a signal (Ctrl-C, a scheduler's) saves it and raises `Stopped` on all ranks.
+        """
+        for step in self.steps(
+            dataset, global_batch, n_steps=n_steps, epochs=epochs, collate=collate, augment=augment, workers=workers
+        ):
+            yield from step
+
+    def steps(
+        self,
+        dataset: Any,
+        global_batch: int,
+        *,
+        batch_size: int | None = None,
+        n_steps: int | None = None,
+        epochs: int | None = None,
+        collate: Collate = default_collate,
+        augment: Augment | None = None,
+        workers: int | None = None,
+    ) -> Iterator[Iterator[Any]]:
+        """Yield, for each step, an iterator over this rank's micro-batches of up to `batch_size` samples.
+
+        This is `batches` with gradient accumulation: call `backward` for each micro-batch, and the optimizer once.
+        """
+        preparation = Preparation(self.seed, collate, augment)
+        length = config.Data(batch_size or global_batch, global_batch, n_steps=n_steps, epochs=epochs)
+        loader, batching = self._load(dataset, length, preparation, workers)
+        now = self.world.activity
+        now.step, now.phase = self.step, activity.FIRST_STEP
+        with self.signals:
+            while self.step < batching.n_steps:
+                try:
+                    yield self._micro_batches(loader)
+                except GeneratorExit:  # the loop was left by break, mostly after the work of this step
+                    if self.gradients.called:
+                        self._count_step()
+                    raise
+                self.end_step(at_end=self.step + 1 == batching.n_steps)
+        self.micro, now.phase = None, activity.CLOSING
+
+    def _load(
+        self, dataset: Any, length: config.Data, preparation: Preparation, workers: int | None
+    ) -> tuple[Loader, Batching]:
+        iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        if (length.n_steps is None) == (length.epochs is None):
+            raise ValueError("say how long to train: n_steps or epochs, one of the two")
+        if iterable and length.n_steps is None:
+            raise ValueError("an iterable data set has no known length: say how long to train by n_steps")
+        assert length.global_batch_size is not None
+        size = length.global_batch_size if iterable else dataset_size(dataset)
+        self.batching = Batching.plan(length, size, self.world.size)
+        if (
+            self.registered.has_batch_norm()
+            and self.batching.accumulation > length.global_batch_size // self.world.size
+        ):
+            raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise batch_size")
+        facts = {"global_batch": length.global_batch_size, "dataset": None if iterable else size}
+        self._check_same_run(facts, self._facts)
+        self._facts |= facts
+        if iterable:
+            self._watch_data(Samples(1, lambda _: [next(iter(dataset))]), 0)
+            epoch, number = self._facts.get("next_item", (0, 0))
+            reader = Reader(dataset, preparation, self.world, self.batching, (epoch, number))
+            return Loader(reader, self.world, workers), self.batching
+        self._watch_data(samples_of(dataset), size)
+        stream = Stream(size, length.global_batch_size, self.seed)
+        wanted = requests(stream, self.world, self.batching, self.step)
+        return Loader(Fetch(dataset, preparation), self.world, workers, requests=wanted), self.batching
+
+    def _watch_data(self, samples: Samples | None, size: int) -> None:
+        """Compare the data set over the ranks, and begin or continue its ledger; an iterable one has no size."""
+        if self._data.splits:
+            return
+        self._ledger = Ledger(size)
+        if self._resumed_ledger:
+            self._ledger.load_state_dict(self._resumed_ledger)
+        self._data = DataWatch(self.world, {"train": samples}, self.seed)
+        for note in self._data.compare_splits():
+            self._say(note)
+
+    def _micro_batches(self, loader: Loader) -> Iterator[Any]:
+        self._samples = []
+        for micro in loader.step():
+            self.micro = micro
+            self._samples.append(micro.samples)
+            if len(micro.indices):  # there may be more micro-batches than samples on this rank; the last has some
+                # For dropout alone, all else is keyed: by step and micro-batch, so that it is the same when resumed.
+                torch.manual_seed((self.seed * 1_000_003 + self.step) * 65_537 + micro.number)
+                yield micro.batch
+
+    @property
+    def rng(self) -> Rng:
+        """The randomness of the samples in hand, one key each: the same on any number of ranks."""
+        if self.micro is None:
+            raise ValueError("run.rng has the randomness of the samples in hand: use it inside the loop over batches")
+        return Rng.of(self.seed, self.micro.epochs, self.micro.indices)
+
+    def shard(
+        self, dataset: Any, batch_size: int = 256, *, collate: Collate = default_collate, workers: int = 0
+    ) -> Iterator[Any]:
+        """Yield this rank's part of a data set, in order, each sample once over all ranks: for exact metrics.
+
+        Add up sums with `world.sum`; collect what does not add up with `world.gather_rows`, in the data set's order.
+        """
+        own = Subset(dataset, share(dataset_size(dataset), self.world))
+        loader = DataLoader(own, batch_size, collate_fn=collate, num_workers=workers, generator=torch.Generator())
+        with self.world.activity.during(activity.EVALUATION):
+            for batch in loader:
+                yield to_device(batch, self.world.device)
+                self.world.activity.marks += 1
+
+    # The step
+
+    def backward(self, total: Tensor, weight: float | Tensor, name: str = "loss") -> None:
+        """Add to `.grad` the gradient of the mean loss: `total` over `weight`, each summed over the global batch.
+
+        `total` is the sum over the elements of this micro-batch, `weight` how many there are (samples, tokens, pixels
+        that have a label). With several losses in a step, each has a `name`. Every rank calls this equally often.
+        """
+        self.gradients.backward(total, weight, name, self.batching, self.micro)
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each loss since the last call, over all ranks; every rank calls this."""
+        return self.gradients.means()
+
+    def end_step(self, at_end: bool = False) -> None:
+        """Count a step; save and compare the ranks when that is due; raise Stopped on all ranks after a signal.
+
+        `batches` and `steps` call this. Call it yourself in a loop over a loader of your own.
+        """
+        if self.micro is not None and not self.micro.last:
+            raise ValueError("the step was left before its last micro-batch; take all micro-batches of each step")
+        self._count_step()
+        self.world.activity.finish_step(self.step, self.world.device.type == "cuda")
+        stop_request = self.world.all_reduce_max(self.signals.received)
+        stopped = bool(stop_request) and not at_end
+        if at_end or stopped or self.step % self.save_every == 0:
+            with self.world.activity.during(activity.SAVING):
+                self.save(wait=at_end or stopped)
+        elif self.step % self.check_every == 0:
+            self.check()
+        if stopped:
+            raise self._stopped(signal.Signals(stop_request))
+
+    def _count_step(self) -> None:
+        self.gradients.end_step()
+        self.step += 1
+        self._used += self._samples if self._ledger.size else []
+        self._samples = []
+        if self.micro is not None and self.micro.next_item is not None:
+            self._facts["next_item"] = list(self.micro.next_item)
+
+    def _stopped(self, by: signal.Signals) -> Stopped:
+        where = "nothing is saved, as the Run has no folder"
+        if self.checkpoints is not None:
+            where = f"everything is saved in {self.world.folder}: the same command goes on from there"
+        self._say(f"stopped by {by.name} after step {self.step}; {where}")
+        return Stopped(by)
+
+    # Checks and checkpoints
+
+    def check(self, everything: bool = False) -> None:
+        """Raise OutOfLockstep on all ranks unless they hold the same weights and have used each sample once.
+
+        `everything`: compare all that is registered, not the models alone.
+        """
+        watch = Watch(self.world, self.registered.replicated, self._ledger, self._data)
+        facts = self._facts | (numbers(self.registered.capture()[1], "the state") if everything else {})
+        used, self._used = self._used, []
+        for note in watch.check(self.step, used, everything, **facts):
+            self._say(note)
+        if self.checkpoints is not None and (failure := self.checkpoints.failure()):
+            self._say(failure)
+
+    def save(self, wait: bool = False) -> None:
+        """Compare everything over the ranks, and write a checkpoint in the background. Every rank calls this.
+
+        `wait`: until it is written; if it could not be, NotSaved is raised on all ranks.
+        """
+        self.check(everything=True)
+        if self.checkpoints is not None:
+            tensors, outlines = self.registered.capture()
+            state = {"run": self._facts, "ledger": self._ledger.state_dict(), "objects": outlines}
+            self.checkpoints.save(self.step, tensors, state)
+        if wait and (failure := self.world.broadcast(self._write_failure())):
+            raise NotSaved(f"the state after step {self.step} could not be saved: {failure}")
+
+    def _write_failure(self) -> str | None:
+        if self.checkpoints is None:
+            return None
+        self.checkpoints.wait()
+        failure = self.checkpoints.failure()
+        return failure if self.checkpoints.written != self.step else None
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, and release the folder. Leaving the world does so too."""
+        self._closing.close()
