@@ -27,13 +27,14 @@ def example(name: str) -> ModuleType:
 
 
 def run_example(world: lockstep.World, name: str, folder: str) -> list[str]:
-    """What an example prints, on rank 0; its run is in folder/runs/name. The default dtype is put back."""
+    """What an example prints or returns; its run is in folder/runs/name. The default dtype is put back."""
     printed: list[str] = []
     dtype, world.print = torch.get_default_dtype(), lambda *values: printed.append(" ".join(map(str, values)))  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)
     try:
         with contextlib.chdir(folder):
-            example(name).main(world)
+            if (value := example(name).main(world)) is not None:
+                printed.append(repr(round(value, 9)))
     finally:
         torch.set_default_dtype(dtype)
         world.closing.close()

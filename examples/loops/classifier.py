@@ -42,8 +42,9 @@ def count_correct(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x).argmax(1) == y).sum()
 
 
-def main(world: lockstep.World) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def main(world: lockstep.World) -> float:
+    """Train, and return the accuracy on the test set."""
+    device = world.device
     torch.manual_seed(0)
     train_set, test_set = images(500, seed=1), images(203, seed=2)
     model = Net().to(device)
@@ -62,9 +63,9 @@ def main(world: lockstep.World) -> None:
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for x, y in run.shard(test_set, 100):
         correct += count_correct(model, x.to(device), y.to(device))
-    world.print(f"accuracy {world.sum(correct).item() / len(test_set):.4f}")
+    return world.sum(correct).item() / len(test_set)
 
 
 if __name__ == "__main__":
     with lockstep.world() as world:
-        main(world)
+        world.print(f"accuracy {main(world):.4f}")

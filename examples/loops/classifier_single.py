@@ -40,7 +40,8 @@ def count_correct(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x).argmax(1) == y).sum()
 
 
-def main() -> None:
+def main() -> float:
+    """Train, and return the accuracy on the test set."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     train_set, test_set = images(500, seed=1), images(203, seed=2)
@@ -59,8 +60,8 @@ def main() -> None:
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for x, y in data.DataLoader(test_set, 100):
         correct += count_correct(model, x.to(device), y.to(device))
-    print(f"accuracy {correct.item() / len(test_set):.4f}")
+    return correct.item() / len(test_set)
 
 
 if __name__ == "__main__":
-    main()
+    print(f"accuracy {main():.4f}")

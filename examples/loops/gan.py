@@ -9,7 +9,7 @@ from torch.utils import data
 
 import lockstep
 
-EPOCHS, Z = 10, 4  # Z: dimensions of the noise that a point is generated from
+EPOCHS, Z = 20, 4  # Z: dimensions of the noise that a point is generated from
 
 
 def ring(count: int) -> data.TensorDataset:
@@ -26,13 +26,14 @@ def network(inputs: int, outputs: int, width: int = 32) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def main(world: lockstep.World) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def main(world: lockstep.World) -> float:
+    """Train, and return the mean distance of generated points from the origin."""
+    device = world.device
     torch.manual_seed(0)
     points = ring(300)
     generator, discriminator = network(Z, 2).to(device), network(2, 1).to(device)
-    g_adam = torch.optim.Adam(generator.parameters(), 5e-3, (0.5, 0.9))
-    d_adam = torch.optim.Adam(discriminator.parameters(), 5e-3, (0.5, 0.9))
+    g_adam = torch.optim.Adam(generator.parameters(), 3e-3, (0.5, 0.9))
+    d_adam = torch.optim.Adam(discriminator.parameters(), 3e-3, (0.5, 0.9))
     run = lockstep.Run(world, "runs/gan", g=generator, d=discriminator, g_adam=g_adam, d_adam=d_adam)
     for epoch in range(EPOCHS):
         for (x,) in run.batches(points, global_batch=50, epochs=epoch + 1):
@@ -45,16 +46,18 @@ def main(world: lockstep.World) -> None:
             d_adam.zero_grad()
             run.backward((real_loss + fake_loss) * n, weight=n, name="d")
             d_adam.step()
+            if epoch == 0:
+                continue  # the discriminator has a start
 
             g_loss = F.softplus(-discriminator(fake)).mean()
             g_adam.zero_grad()
             run.backward(g_loss * n, weight=n, name="g")
             g_adam.step()
-        with torch.no_grad():
-            made = generator(torch.linspace(-2, 2, 100 * Z, device=device).view(Z, 100).T)
-        world.print(f"epoch {epoch + 1}: the generated points have a radius of {made.norm(dim=1).mean():.3f}")
+    with torch.no_grad():
+        made = generator(torch.linspace(-2, 2, 100 * Z, device=device).view(Z, 100).T)
+    return made.norm(dim=1).mean().item()
 
 
 if __name__ == "__main__":
     with lockstep.world() as world:
-        main(world)
+        world.print(f"generated points have a mean radius of {main(world):.3f}")

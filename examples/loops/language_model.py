@@ -45,7 +45,7 @@ def loss_of(model: nn.Module, tokens: Tensor, reduction: str = "mean") -> Tensor
 
 
 def main(world: lockstep.World) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = world.device
     torch.manual_seed(0)
     files = sorted(Path(json.__file__).parent.glob("*.py"))
     model = Model().to(device)

@@ -47,8 +47,9 @@ def neighbour_accuracy(features: Tensor, labels: Tensor) -> float:
     return (labels[nearest] == labels).double().mean().item()
 
 
-def main(world: lockstep.World) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def main(world: lockstep.World) -> float:
+    """Train, and return how often the nearest neighbour of a test sample is of its class."""
+    device = world.device
     torch.manual_seed(0)
     train_set, test_set = signals(400, seed=1), signals(101, seed=2)
     student = nn.Sequential(network(SIZE, 16), network(16, 16)).to(device)
@@ -65,10 +66,9 @@ def main(world: lockstep.World) -> None:
             optimizer.step()
             follow(teacher, student[0], decay=1 - 0.1 / (epoch + 1))
     teacher.eval()
-    rows = embed(teacher, run.shard(test_set, 50))
-    world.print(f"nearest neighbours of the same class: {neighbour_accuracy(*map(world.gather_rows, rows)):.4f}")
+    return neighbour_accuracy(*map(world.gather_rows, embed(teacher, run.shard(test_set, 50))))
 
 
 if __name__ == "__main__":
     with lockstep.world() as world:
-        main(world)
+        world.print(f"nearest neighbours of the same class: {main(world):.4f}")

@@ -42,7 +42,7 @@ def test_one_rank_and_many_end_alike(name: str, tmp_path: Path, ranks: Get) -> N
         printed[size] = (
             in_folder(World(), name, str(folder)) if size == 1 else ranks(size)(in_folder, name, str(folder))[0]
         )
-    assert printed[1] and printed[1] == printed[2] == printed[3]
+    assert printed[1] and printed[1] == printed[2] == printed[3]  # metrics
     for size in (2, 3):
         assert_same_end(tmp_path / "1", tmp_path / str(size), name)
 
