@@ -35,8 +35,7 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter], world: World):
         self.world, self.sums = world, GradientSums(parameters, world)
-        self.called = False
-        """Whether `backward` was called in this step."""
+        self._called = False
         self._losses: dict[str, Accumulated] = {}
         self._logged: dict[str, LossSums] = {}
 
@@ -56,7 +55,7 @@ class Gradients:
                 'its own: run.backward(total, weight, "regularizer")'
             )
         loss.numbers.add(number)
-        self.called = True
+        self._called = True
         weight = _on_device(weight, total)
         finished = self._exchange(loss.grads)
         loss.normalizer.scale(total, weight, number, len(samples.index)).backward()
@@ -93,9 +92,14 @@ class Gradients:
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
+    @property
+    def complete(self) -> bool:
+        """Whether `backward` was called in this step, and for the last micro-batch."""
+        return self._called and not self._losses
+
     def end_step(self) -> None:
         """Check that no loss of the step that ends waits for its last micro-batch."""
-        waiting, self._losses, self.called = list(self._losses), {}, False
+        waiting, self._losses, self._called = list(self._losses), {}, False
         if waiting:
             raise ValueError(
                 f"run.backward() was not called for the last micro-batch of a step with the loss {waiting[0]!r}; call "

@@ -82,7 +82,11 @@ class Run:
         self._resumed_ledger: dict[str, Any] = {}
         world.closing.callback(self.close)
         if folder is not None:
-            self._open(Path(folder), keep)
+            try:
+                self._open(Path(folder), keep)
+            except BaseException:
+                self.close()
+                raise
 
     def _open(self, folder: Path, keep: int) -> None:
         """Lock the folder, and restore the run that is there."""
@@ -165,7 +169,7 @@ class Run:
                 try:
                     yield self._micro_batches(loader)
                 except GeneratorExit:  # the loop was left by break, mostly after the work of this step
-                    if self.gradients.called:
+                    if self.gradients.complete:
                         self._count_step()
                     raise
                 self.end_step(at_end=self.step + 1 == batching.n_steps)
