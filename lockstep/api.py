@@ -88,9 +88,10 @@ def _exit(error: BaseException) -> NoReturn:
     def end() -> int:
         if isinstance(error, SystemExit):
             return error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error, ValueError) and not _is_own(error):
+        if isinstance(error, Exception) and not _is_own(error):
             failed = distributed.RunFailed(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
-            failed.details = "".join(traceback.format_exception(error))
+            script = error.__traceback__.tb_next if error.__traceback__ else None  # without the line of `world`
+            failed.details = "".join(traceback.format_exception(type(error), error, script))
             raise failed
         raise error
 
@@ -99,6 +100,8 @@ def _exit(error: BaseException) -> NoReturn:
 
 
 def _is_own(error: Exception) -> bool:
-    """Return whether Lockstep has raised an error, rather than a script or another library."""
+    """Return whether an error is Lockstep's own or comes from a collective, rather than from the script."""
+    if isinstance(error, distributed.RunFailed) or distributed.lost_contact(error):
+        return True
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).parent == Path(__file__).parent
+    return isinstance(error, ValueError) and Path(frames[-1].filename).parent == Path(__file__).parent

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from loops import FOLDER, NAMES
 from processes import ROOT
 
 from audit.zoo import audited
@@ -34,3 +35,10 @@ def audit_of_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert audit_of_example(name, tmp_path, monkeypatch) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loop_of_ones_own_passes(name: str, tmp_path: Path) -> None:
+    shutil.copy(FOLDER / f"{name}.py", tmp_path)
+    assert audited([f"{name}.py"], str(tmp_path)) == []

@@ -3,13 +3,17 @@
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from loops import NAMES, final_state, run_example
 from processes import ROOT, environment
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
 
+from lockstep import OutOfLockstep, Run
 from lockstep.audit.launcher import free_port
 from lockstep.distributed import World
 from multi.ranks import Ranks
@@ -76,3 +80,136 @@ def test_a_killed_rank_ends_the_others_and_torchrun_resumes_the_same_bits(tmp_pa
         done = subprocess.run(words, cwd=again, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stderr
     assert_same_end(whole, again, "self_supervised", bits=True)
+
+
+def heads(world: World) -> dict[str, Tensor | None]:
+    """Gradients of a model of which each rank uses another part, and nobody the last."""
+    torch.manual_seed(world.rank)  # the weights of rank 0 count
+    model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("0", "1", "unused")}).double()
+    run = Run(world, model=model)
+    for (x,) in run.batches(TensorDataset(torch.arange(14.0).double().view(7, 2)), 7, n_steps=1):
+        run.backward(model[str(world.rank)](x).sum(), weight=len(x))
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_parameters_that_only_some_ranks_use_get_the_sum_and_unused_ones_none(ranks: Get) -> None:
+    first, second = ranks(2)(heads)
+    assert first["unused.weight"] is None is second["unused.weight"]
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+        assert torch.equal(first[name], second[name]), name
+    assert first["0.bias"] + first["1.bias"] == 1  # each is the rank's part of the samples
+    assert (first["0.weight"] + first["1.weight"]).flatten().tolist() == pytest.approx([6, 7])
+
+
+class Counter:
+    """A registered object that is not the same on each rank."""
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+class OwnPart(IterableDataset[Tensor]):
+    """An iterable data set that splits itself over the ranks, as many do."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(100)[self.world.rank :: self.world.size])
+
+
+def differences(world: World) -> list[str]:
+    """What is said when the ranks differ in a weight, in a number, in their data."""
+    model = nn.Linear(1, 1)
+    attempts = (Run(world, model=model).check, Run(world, counter=Counter(world.rank)).save)
+    model.weight.data += world.rank
+    found = []
+    for attempt in (*attempts, lambda: next(Run(world).batches(OwnPart(world), 8, n_steps=1))):
+        try:
+            attempt()
+        except OutOfLockstep as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_that_differ_are_told_so(ranks: Get) -> None:
+    for weight, number, data in ranks(2)(differences):
+        assert "at step 0 the ranks no longer hold the same tensors: 1 differ, first model/weight" in weight
+        assert number == "at step 0 the state.counter.n is 0 on rank 0 but 1 on rank 1"
+        assert "sample 0 of train is not the same on rank 0 and rank 1" in data
+
+
+def agreed(world: World) -> tuple[list[int], bool, bool]:
+    rows = world.gather_rows(torch.arange(world.rank + 1) + 10 * world.rank)
+    return rows.tolist(), world.any(world.rank == 2), world.any(False)
+
+
+def test_rows_of_all_ranks_come_in_order_and_a_flag_of_one_counts(ranks: Get) -> None:
+    assert ranks(3)(agreed) == [([0, 10, 11, 20, 21, 22], True, False)] * 3
+
+
+def accumulated(world: World, folder: str, batch_size: int) -> Tensor:
+    """Weights after steps of uneven micro-batches with masks, over an iterable data set."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    run = Run(world, folder, model=model, optimizer=optimizer)
+    for step in run.steps(Counting(), 11, batch_size=batch_size, n_steps=6):
+        for x in step:
+            kept = x[x % 3 > 0].double()
+            run.backward(model(kept[:, None]).square().sum(), weight=torch.tensor(len(kept)))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return model.weight.detach()
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(25))
+
+
+def test_micro_batches_of_any_size_on_any_world_make_the_same_steps(tmp_path: Path, ranks: Get) -> None:
+    whole = accumulated(World(), str(tmp_path / "whole"), 11)
+    for size, batch_size in ((2, 2), (3, 3), (3, 1)):
+        for weight in ranks(size)(accumulated, str(tmp_path / f"{size}-{batch_size}"), batch_size):
+            torch.testing.assert_close(weight, whole, rtol=1e-12, atol=0)
+
+
+SCRIPT = """
+import os, signal, sys, torch, lockstep
+from torch.utils.data import TensorDataset
+
+with lockstep.world(device="cpu") as world:
+    model = torch.nn.Linear(1, 1)
+    run = lockstep.Run(world, "run", model=model)
+    for (x,) in run.batches(TensorDataset(torch.arange(20.0)), 8 if sys.argv[1] != "small" else 1, n_steps=5):
+        run.backward(model(x[:, None]).sum(), weight=len(x))
+        if run.step == 3 and world.rank == 1:
+            if sys.argv[1] == "error":
+                int("x")
+            if sys.argv[1] == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_failure_is_printed_once_and_a_signal_saves_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    found = {}
+    for what in ("small", "error", "signal", "rest"):
+        command = ["torchrun", "--nproc_per_node=2", f"--master_port={free_port()}", "script.py", what]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+        found[what] = done.stderr
+        assert (done.returncode == 0) == (what == "rest"), done.stderr
+    assert found["small"].count("lockstep: a global batch of 1 is too small for 2 ranks; start fewer") == 1
+    assert "script.py" not in found["small"].partition("torchrun")[0]  # no traceback of the script
+    assert found["error"].count("ValueError: invalid literal") == 2 and found["error"].count('int("x")') == 1
+    assert "lockstep: rank 1: ValueError: invalid literal" in found["error"]
+    assert "lockstep: stopped by SIGTERM after step 4; everything is saved in run" in found["signal"]
+    assert "lockstep: resumed run after step 4" in found["rest"]
