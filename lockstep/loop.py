@@ -26,21 +26,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from . import activity, checkpoint, config, rundir
-from .batching import Batching, MicroBatch
 from .distributed import StopSignals, World
-from .evaluate import dataset_size, samples_of, share
+from .evaluate import dataset_size, share
+from .feed import Feed
 from .gradients import Gradients
-from .loader import Fetch, Loader, Preparation, Reader, requests, to_device
+from .loader import Preparation, to_device
 from .outcome import NotSaved, Stopped
 from .registered import Registered, numbers
 from .rng import Rng
-from .stream import Slice, Stream
 from .watch import Watch
-from .watch.data import DataWatch, Samples
-from .watch.ledger import Ledger
 
 Collate = Callable[[list[Any]], Any]
 Augment = Callable[[Any, Rng], Any]
@@ -66,20 +63,16 @@ class Run:
         keep: int = 3,
         **objects: Any,
     ):
+        config.check(save_every >= 1, "save_every is at least 1 step", save_every)
+        config.check(check_every >= 1, "check_every is at least 1 step", check_every)
         self.world, self.seed, self.save_every, self.check_every = world, seed, save_every, check_every
         self.step = 0
         """Steps done; inside the loop, the number of the current one, counted from 0."""
-        self.micro: MicroBatch | None = None
-        """The micro-batch in hand."""
         self.registered = Registered(objects, world)
         self.gradients = Gradients(self.registered.parameters(), world)
-        self.batching: Batching | None = None
+        self.feed, self.signals = Feed(world, seed, self._say), StopSignals()
         self.checkpoints: checkpoint.Checkpoints | None = None
-        self.signals = StopSignals()
-        self._closing, self._facts = ExitStack(), dict[str, Any]({"seed": seed})
-        self._samples, self._used = list[Slice](), list[Slice]()
-        self._ledger, self._data = Ledger(0), DataWatch(world, {}, seed)
-        self._resumed_ledger: dict[str, Any] = {}
+        self._closing = ExitStack()
         world.closing.callback(self.close)
         if folder is not None:
             try:
@@ -100,25 +93,16 @@ class Run:
             self._closing.callback(self.checkpoints.wait)
         if run_dir.resume_from:
             saved = checkpoint.load(run_dir.resume_from)
-            self._check_same_run({"seed": self.seed}, saved.state["run"])
+            if "objects" not in saved.state:
+                raise ValueError(f"{run_dir.path} holds a run of a recipe; give the Run another folder")
+            self.feed.load_state_dict(saved.state["feed"])
             self.registered.restore(saved)
             self.step = saved.step
-            self._facts, self._resumed_ledger = saved.state["run"], saved.state["ledger"]
             self._say(f"resumed {run_dir.path} after step {self.step}")
-
-    def _check_same_run(self, here: dict[str, Any], before: dict[str, Any]) -> None:
-        for name, value in here.items():
-            if before.get(name, value) != value:
-                raise ValueError(
-                    f"this run began with {name} {before[name]}, not {value}: the order of samples would change; go on "
-                    "with the old value, or give the Run another folder"
-                )
 
     def _say(self, text: str) -> None:
         if self.world.is_main:
             sys.stderr.write(f"lockstep: {text}\n")
-
-    # Data
 
     def batches(
         self,
@@ -159,78 +143,28 @@ class Run:
 
         This is `batches` with gradient accumulation: call `backward` for each micro-batch, and the optimizer once.
         """
-        preparation = Preparation(self.seed, collate, augment)
         length = config.Data(batch_size or global_batch, global_batch, n_steps=n_steps, epochs=epochs)
-        loader, batching = self._load(dataset, length, preparation, workers)
+        preparation = Preparation(self.seed, collate, augment)
+        loader, batching = self.feed.open(dataset, length, preparation, workers, self.step)
+        if self.registered.has_batch_norm() and batching.accumulation > global_batch // self.world.size:
+            raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise batch_size")
         now = self.world.activity
         now.step, now.phase = self.step, activity.FIRST_STEP
         with self.signals:
             while self.step < batching.n_steps:
                 try:
-                    yield self._micro_batches(loader)
+                    yield self.feed.micro_batches(loader, self.step)
                 except GeneratorExit:  # the loop was left by break, mostly after the work of this step
                     if self.gradients.complete:
                         self._count_step()
                     raise
                 self.end_step(at_end=self.step + 1 == batching.n_steps)
-        self.micro, now.phase = None, activity.CLOSING
-
-    def _load(
-        self, dataset: Any, length: config.Data, preparation: Preparation, workers: int | None
-    ) -> tuple[Loader, Batching]:
-        iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-        if (length.n_steps is None) == (length.epochs is None):
-            raise ValueError("say how long to train: n_steps or epochs, one of the two")
-        if iterable and length.n_steps is None:
-            raise ValueError("an iterable data set has no known length: say how long to train by n_steps")
-        assert length.global_batch_size is not None
-        size = length.global_batch_size if iterable else dataset_size(dataset)
-        self.batching = Batching.plan(length, size, self.world.size)
-        if (
-            self.registered.has_batch_norm()
-            and self.batching.accumulation > length.global_batch_size // self.world.size
-        ):
-            raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise batch_size")
-        facts = {"global_batch": length.global_batch_size, "dataset": None if iterable else size}
-        self._check_same_run(facts, self._facts)
-        self._facts |= facts
-        if iterable:
-            self._watch_data(Samples(1, lambda _: [next(iter(dataset))]), 0)
-            epoch, number = self._facts.get("next_item", (0, 0))
-            reader = Reader(dataset, preparation, self.world, self.batching, (epoch, number))
-            return Loader(reader, self.world, workers), self.batching
-        self._watch_data(samples_of(dataset), size)
-        stream = Stream(size, length.global_batch_size, self.seed)
-        wanted = requests(stream, self.world, self.batching, self.step)
-        return Loader(Fetch(dataset, preparation), self.world, workers, requests=wanted), self.batching
-
-    def _watch_data(self, samples: Samples | None, size: int) -> None:
-        """Compare the data set over the ranks, and begin or continue its ledger; an iterable one has no size."""
-        if self._data.splits:
-            return
-        self._ledger = Ledger(size)
-        if self._resumed_ledger:
-            self._ledger.load_state_dict(self._resumed_ledger)
-        self._data = DataWatch(self.world, {"train": samples}, self.seed)
-        for note in self._data.compare_splits():
-            self._say(note)
-
-    def _micro_batches(self, loader: Loader) -> Iterator[Any]:
-        self._samples = []
-        for micro in loader.step():
-            self.micro = micro
-            self._samples.append(micro.samples)
-            if len(micro.indices):  # there may be more micro-batches than samples on this rank; the last has some
-                # For dropout alone, all else is keyed: by step and micro-batch, so that it is the same when resumed.
-                torch.manual_seed((self.seed * 1_000_003 + self.step) * 65_537 + micro.number)
-                yield micro.batch
+        self.feed.micro, now.phase = None, activity.CLOSING
 
     @property
     def rng(self) -> Rng:
         """The randomness of the samples in hand, one key each: the same on any number of ranks."""
-        if self.micro is None:
-            raise ValueError("run.rng has the randomness of the samples in hand: use it inside the loop over batches")
-        return Rng.of(self.seed, self.micro.epochs, self.micro.indices)
+        return self.feed.rng
 
     def shard(
         self, dataset: Any, batch_size: int = 256, *, collate: Collate = default_collate, workers: int = 0
@@ -246,15 +180,13 @@ class Run:
                 yield to_device(batch, self.world.device)
                 self.world.activity.marks += 1
 
-    # The step
-
     def backward(self, total: Tensor, weight: float | Tensor, name: str = "loss") -> None:
         """Add to `.grad` the gradient of the mean loss: `total` over `weight`, each summed over the global batch.
 
         `total` is the sum over the elements of this micro-batch, `weight` how many there are (samples, tokens, pixels
         that have a label). With several losses in a step, each has a `name`. Every rank calls this equally often.
         """
-        self.gradients.backward(total, weight, name, self.batching, self.micro)
+        self.gradients.backward(total, weight, name, self.feed.batching, self.feed.micro)
 
     def means(self) -> dict[str, float]:
         """Return the mean of each loss since the last call, over all ranks; every rank calls this."""
@@ -265,7 +197,7 @@ class Run:
 
         `batches` and `steps` call this. Call it yourself in a loop over a loader of your own.
         """
-        if self.micro is not None and not self.micro.last:
+        if self.feed.micro is not None and not self.feed.micro.last:
             raise ValueError("the step was left before its last micro-batch; take all micro-batches of each step")
         self._count_step()
         self.world.activity.finish_step(self.step, self.world.device.type == "cuda")
@@ -281,11 +213,8 @@ class Run:
 
     def _count_step(self) -> None:
         self.gradients.end_step()
+        self.feed.count_step()
         self.step += 1
-        self._used += self._samples if self._ledger.size else []
-        self._samples = []
-        if self.micro is not None and self.micro.next_item is not None:
-            self._facts["next_item"] = list(self.micro.next_item)
 
     def _stopped(self, by: signal.Signals) -> Stopped:
         where = "nothing is saved, as the Run has no folder"
@@ -294,20 +223,23 @@ class Run:
         self._say(f"stopped by {by.name} after step {self.step}; {where}")
         return Stopped(by)
 
-    # Checks and checkpoints
-
     def check(self, everything: bool = False) -> None:
         """Raise OutOfLockstep on all ranks unless they hold the same weights and have used each sample once.
 
         `everything`: compare all that is registered, not the models alone.
         """
-        watch = Watch(self.world, self.registered.replicated, self._ledger, self._data)
-        facts = self._facts | (numbers(self.registered.capture()[1], "the state") if everything else {})
-        used, self._used = self._used, []
-        for note in watch.check(self.step, used, everything, **facts):
-            self._say(note)
+        facts, used = self.feed.facts, self.feed.used
+        if everything:
+            facts = facts | numbers(self.registered.capture()[1], "the state")
+        self.feed.used = []
+        watch = Watch(self.world, self.registered.replicated, self.feed.ledger, self.feed.data_watch)
+        with self.world.activity.during(activity.LOGGING):
+            notes = watch.check(self.step, used, everything, **facts)
+        self.world.activity.device_steps.clear()
         if self.checkpoints is not None and (failure := self.checkpoints.failure()):
-            self._say(failure)
+            notes.append(failure)
+        for note in notes:
+            self._say(note)
 
     def save(self, wait: bool = False) -> None:
         """Compare everything over the ranks, and write a checkpoint in the background. Every rank calls this.
@@ -317,8 +249,7 @@ class Run:
         self.check(everything=True)
         if self.checkpoints is not None:
             tensors, outlines = self.registered.capture()
-            state = {"run": self._facts, "ledger": self._ledger.state_dict(), "objects": outlines}
-            self.checkpoints.save(self.step, tensors, state)
+            self.checkpoints.save(self.step, tensors, {"feed": self.feed.state_dict(), "objects": outlines})
         if wait and (failure := self.world.broadcast(self._write_failure())):
             raise NotSaved(f"the state after step {self.step} could not be saved: {failure}")
 

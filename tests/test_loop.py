@@ -1,7 +1,10 @@
 """The pieces of a loop of one's own, on one rank: data, gradients, checkpoints, signals, and what is refused."""
 
+import difflib
+import inspect
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from itertools import chain, pairwise
@@ -9,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
+from loops import FOLDER, NAMES
+from processes import ROOT
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -150,7 +156,7 @@ def test_a_run_goes_on_where_it_was_with_everything_that_is_registered(tmp_path:
     for name, tensor in weights(whole).items():
         assert torch.equal(weights(resumed)[name], tensor), name
     saved = checkpoint.load(tmp_path / "checkpoints" / "last")
-    assert saved.state["objects"]["schedule"]["last_epoch"] == 9 and saved.state["ledger"]["complete"] == 3
+    assert saved.state["objects"]["schedule"]["last_epoch"] == 9 and saved.state["feed"]["ledger"]["complete"] == 3
     assert train(tmp_path, 9).step == 9  # nothing left to do
 
 
@@ -194,6 +200,7 @@ def test_a_shard_has_each_sample_once() -> None:
 
 
 @pytest.mark.parametrize("wrong", [
+    (lambda: lockstep.Run(World(), save_every=0), "save_every is at least 1 step, not 0"),
     (lambda: lockstep.Run(World(), model=3), "model is a int, which has no state_dict"),
     (lambda: next(lockstep.Run(World()).batches(SET, 8)), "n_steps or epochs, one of the two"),
     (lambda: next(lockstep.Run(World()).batches(Counting(9), 8, epochs=1)), "no known length"),
@@ -216,6 +223,21 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     other = model_of(1, 5, 1)
     with pytest.raises(ValueError, match=r"0.weight \(4, 1\), here \(5, 1\)"):
         lockstep.Run(World(), tmp_path, model=other, optimizer=torch.optim.AdamW(other.parameters()), schedule=other)
+
+
+def test_a_folder_of_a_recipe_is_refused(tmp_path: Path) -> None:
+    lockstep.fit(tiny.Plain, n_steps=2, device="cpu", out=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="holds a run of a recipe"):
+        lockstep.Run(World(), tmp_path / "run", model=model_of(1, 1))
+
+
+def test_a_run_that_cannot_be_saved_at_its_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_fill", full)
+    with pytest.raises(lockstep.NotSaved, match=r"after step 2 could not be saved: .*No space left"):
+        train(tmp_path, 2)
 
 
 def test_a_micro_batch_is_used_once_and_wholly() -> None:
@@ -265,3 +287,21 @@ def test_states_of_any_shape_survive() -> None:
     assert again[1] == state[1] and again["$dict"] == {(1, 2): "t"}
     with pytest.raises(ValueError, match=r"a.0 is a set; a checkpoint holds"):
         nested.split({"a": [{1}]})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_guide_shows_the_true_diff_of_at_most_ten_lines(name: str) -> None:
+    one, many = ((FOLDER / f"{file}.py").read_text().splitlines() for file in (f"{name}_single", name))
+    diff = list(difflib.unified_diff(one, many, f"{name}_single.py", f"{name}.py", n=0, lineterm=""))
+    assert "\n".join(["```diff", *diff, "```"]) in (ROOT / "docs" / "your-own-loop.md").read_text()
+    added, removed = ([line for line in diff[2:] if line.startswith(sign) and line[1:]] for sign in "+-")
+    assert len(removed) <= len(added) <= 10 and 55 <= len(one) <= 70
+
+
+def test_the_guide_names_public_pieces_that_exist() -> None:
+    guide = (ROOT / "docs" / "your-own-loop.md").read_text()
+    for owner, name in re.findall(r"\b(run|world|lockstep)\.(\w+)\(", guide):
+        assert hasattr({"run": lockstep.Run, "world": lockstep.World, "lockstep": lockstep}[owner], name), name
+    given = re.search(r"lockstep\.Run\(world, folder, (.+?), \*\*objects\)", guide)
+    settings = [p for p in inspect.signature(lockstep.Run).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    assert given and given[1] == ", ".join(f"{p.name}={p.default}" for p in settings)
