@@ -58,7 +58,7 @@ class Gradients:
         self._called = True
         weight = _on_device(weight, total)
         finished = self._exchange(loss.grads)
-        loss.normalizer.scale(total, weight, number, len(samples.index)).backward()
+        self.sums.backward(loss.normalizer.scale(total, weight, number, len(samples.index)), sync=last)
         self._logged.setdefault(name, LossSums()).add([Finished(samples, total.detach(), weight, {})])
         if not last:
             loss.grads = self._exchange(finished)
@@ -81,7 +81,6 @@ class Gradients:
 
     @torch.no_grad()
     def _finish(self, normalizer: Normalizer, before: Grads) -> None:
-        self.sums.sum_over_ranks()
         factor = normalizer.gradient_factor()
         assert factor is not None  # all weights are tensors here
         factor = factor.nan_to_num(posinf=0.0)  # no element in the whole global batch: the total is a sum of nothing

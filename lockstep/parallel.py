@@ -186,65 +186,117 @@ class Replica:
                 parameter.grad = gradient
 
 
+class Bucket:
+    """Parameters of one type whose gradients are summed together."""
+
+    BYTES = 25 << 20
+    """About so many, as in DDP."""
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.size = 0
+        self.waiting: set[nn.Parameter] = set()
+        """In a backward pass that is running: those without their gradient yet."""
+        self.sent: tuple[Tensor, dist.Work] | None = None
+
+    def add(self, parameter: nn.Parameter) -> None:
+        self.parameters.append(parameter)
+        self.size += parameter.nbytes
+
+    def start(self) -> None:
+        self.waiting, self.sent = set(self.parameters), None
+
+    def send(self) -> None:
+        """Begin to sum the gradients; a rank without one has zeros."""
+        if any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
+            raise ValueError("sparse gradients are not summed over ranks: use nn.Embedding(..., sparse=False)")
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
+        self.sent = flat, dist.all_reduce(flat, async_op=True)
+
+    def receive(self, wanted: set[nn.Parameter]) -> None:
+        """Give the wanted parameters the sums."""
+        assert self.sent is not None
+        (flat, work), self.sent = self.sent, None
+        work.wait()
+        for parameter, piece in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
+            if parameter in wanted and parameter.grad is None:
+                parameter.grad = piece.view_as(parameter)
+            elif parameter in wanted:
+                parameter.grad.copy_(piece.view_as(parameter))  # type: ignore[union-attr]
+
+
 class GradientSums:
-    """Sums the gradients of any parameters over the ranks, when backward is done.
+    """Sums the gradients of any parameters over the ranks, bucket by bucket, while backward is still running.
 
     No wrapper is around a model, so that nothing can run around it: any method may be called, any number of times and
-    with any losses, and parameters may take part only in some steps or on some ranks. The price is that nothing is sent
-    while backward is still running, as DDP does.
+    with any losses, and parameters may take part only in some steps or on some ranks. Buckets are sent in one order on
+    every rank; one that is not complete when backward ends, and those after it, are sent then. The layout of buckets is
+    the same from the first step on, so that a resumed run has the bits of one that never stopped.
     """
-
-    BUCKET = 25 << 20
-    """Bytes that are summed at a time, as in DDP."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], world: World):
         self.parameters, self.world = list(dict.fromkeys(parameters)), world
+        self._running, self._sent = False, 0
+        self.buckets = self._cut() if world.size > 1 else []
+        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        for parameter in self._bucket_of:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._ready)
 
-    def sum_over_ranks(self) -> None:
-        """Replace each gradient by the sum of all ranks'; it stays None where no rank has one."""
-        if self.world.size == 1:
+    def _cut(self) -> list[Bucket]:
+        """Return the buckets in the order in which backward mostly completes them; frozen parameters come last."""
+        buckets: list[Bucket] = []
+        filled: dict[Any, Bucket] = {}
+        ordered = self.parameters[::-1]
+        for parameter in sorted(ordered, key=lambda p: not p.requires_grad):
+            kind = parameter.dtype, parameter.device, parameter.requires_grad
+            if kind not in filled or filled[kind].size >= Bucket.BYTES:
+                filled[kind] = Bucket()
+                buckets.append(filled[kind])
+            filled[kind].add(parameter)
+        return buckets
+
+    def backward(self, loss: Tensor, sync: bool) -> None:
+        """Run backward; with `sync`, each gradient is then the sum of all ranks', None where no rank has one."""
+        if not sync or self.world.size == 1:
+            loss.backward()
             return
-        grads = [self._dense(parameter) for parameter in self._with_gradient()]
-        sent: list[tuple[list[Tensor], Tensor, dist.Work]] = []
-        for bucket in self._buckets(grads):
-            flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            sent.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-            if len(sent) > 1:  # one is on its way while the next is copied
-                _copy_back(*sent.pop(0))
-        for waiting in sent:
-            _copy_back(*waiting)
+        for bucket in self.buckets:
+            bucket.start()
+        self._running, self._sent = True, 0
+        try:
+            loss.backward()
+        finally:
+            self._running = False
+        wanted = self._with_gradient()
+        for bucket in self.buckets[self._sent :]:
+            if not wanted.isdisjoint(bucket.parameters):
+                bucket.send()
+        for bucket in self.buckets:
+            if bucket.sent is not None:
+                bucket.receive(wanted)
 
-    def _with_gradient(self) -> list[nn.Parameter]:
+    def _ready(self, parameter: Tensor) -> None:
+        """Hook of a parameter: its gradient of this backward pass is there."""
+        if not self._running:
+            return
+        bucket = self._bucket_of[parameter]  # type: ignore[index]
+        if bucket.sent is not None:
+            raise RunFailed(
+                "a parameter got a gradient twice in one backward pass, as activation checkpointing does with "
+                "use_reentrant=True; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        bucket.waiting.discard(parameter)
+        while self._sent < len(self.buckets) and not self.buckets[self._sent].waiting:
+            self.buckets[self._sent].send()
+            self._sent += 1
+
+    def _with_gradient(self) -> set[nn.Parameter]:
         """Return the parameters that have a gradient on any rank; a message between hosts."""
         have = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
         dist.all_reduce(have, dist.ReduceOp.MAX, group=self.world.cpu_group)
-        return [parameter for parameter, some in zip(self.parameters, have.tolist(), strict=True) if some]
-
-    def _dense(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
-            raise ValueError("sparse gradients are not summed over ranks: use nn.Embedding(..., sparse=False)")
-        return parameter.grad
-
-    def _buckets(self, grads: list[Tensor]) -> list[list[Tensor]]:
-        """Return the gradients in groups of one type, each of about BUCKET bytes; the same on every rank."""
-        buckets: list[list[Tensor]] = []
-        filled: dict[torch.dtype, tuple[list[Tensor], int]] = {}
-        for grad in grads:
-            bucket, size = filled.get(grad.dtype, ([], self.BUCKET))
-            if size >= self.BUCKET:
-                bucket, size = [], 0
-                buckets.append(bucket)
-            bucket.append(grad)
-            filled[grad.dtype] = bucket, size + grad.nbytes
-        return buckets
-
-
-def _copy_back(grads: list[Tensor], flat: Tensor, work: dist.Work) -> None:
-    work.wait()
-    pieces = flat.split([grad.numel() for grad in grads])
-    torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
+        return {parameter for parameter, some in zip(self.parameters, have.tolist(), strict=True) if some}
 
 
 @torch.no_grad()

@@ -11,11 +11,13 @@ import torch
 from loops import NAMES, final_state, run_example
 from processes import ROOT, environment
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep import OutOfLockstep, Run
 from lockstep.audit.launcher import free_port
 from lockstep.distributed import World
+from lockstep.parallel import Bucket
 from multi.ranks import Ranks
 
 Get = Callable[[int], Ranks]
@@ -101,6 +103,43 @@ def test_parameters_that_only_some_ranks_use_get_the_sum_and_unused_ones_none(ra
     assert (first["0.weight"] + first["1.weight"]).flatten().tolist() == pytest.approx([6, 7])
 
 
+def sent(world: World, reentrant: bool) -> tuple[list[bool], list[Tensor]]:
+    """Whether each bucket was sent while backward was running, and the gradients; a layer is used twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).double()
+    Bucket.BYTES, bytes_before = 80, Bucket.BYTES
+    early, send = list[bool](), Bucket.send
+    run = Run(world, model=model)
+
+    def recorded(bucket: Bucket) -> None:
+        early.append(run.gradients.sums._running)
+        send(bucket)
+
+    Bucket.send = recorded  # type: ignore[method-assign]
+    try:
+        for (x,) in run.batches(TensorDataset(torch.arange(21.0).double().view(7, 3)), 7, n_steps=1):
+            seen = x.requires_grad_()
+            for layer in (*model, model[2]):
+                seen = checkpointed(layer, seen, use_reentrant=reentrant)
+            run.backward(seen.square().sum(), weight=len(x))
+    finally:
+        Bucket.BYTES, Bucket.send = bytes_before, send  # type: ignore[method-assign]
+    return early, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_gradients_are_sent_while_backward_is_running(ranks: Get) -> None:
+    _, expected = sent(World(), False)
+    for early, gradients in ranks(3)(sent, False):
+        assert len(early) >= 4 and all(early)
+        for gradient, right in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, right)
+
+
+def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_and_never_lost(ranks: Get) -> None:
+    with pytest.raises(AssertionError, match="use_reentrant=False"):
+        ranks(2)(sent, True)
+
+
 class Counter:
     """A registered object that is not the same on each rank."""
 
@@ -184,6 +223,7 @@ def test_micro_batches_of_any_size_on_any_world_make_the_same_steps(tmp_path: Pa
 
 SCRIPT = """
 import os, signal, sys, torch, lockstep
+from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import TensorDataset
 
 with lockstep.world(device="cpu") as world:
