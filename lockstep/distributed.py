@@ -66,10 +66,8 @@ class World:
     store: dist.Store | None = None
     """The key-value store of the group, where there are several ranks."""
     activity: Activity = field(default_factory=Activity)
-    folder: Path = field(default_factory=Path)
-    """Where hang.txt goes."""
-    closing: ExitStack = field(default_factory=ExitStack)
-    """What is closed before the group is left: runs, with their locks and unfinished writes."""
+    folder: Path = field(default_factory=Path)  # where hang.txt goes
+    closing: ExitStack = field(default_factory=ExitStack)  # closed before the group is left: runs, with their locks
 
     @property
     def is_main(self) -> bool:
@@ -193,10 +191,9 @@ def report_cut_off(how: str) -> None:
 def _kill_if_hung(agent: int) -> None:
     """Start a process that kills torchrun's agent unless it ends soon: its own store calls may never return either."""
     text = "lockstep: torchrun waits for a store that does not answer, and is killed"
-    script = (
-        f'for _ in $(seq {STORE_SECONDS:.0f}); do sleep 1; kill -0 $0 2>/dev/null || exit 0; done; echo "{text}" >&2; '
-    )
-    subprocess.Popen(["sh", "-c", script + "kill -9 $0", str(agent)], start_new_session=True)
+    script = f"for _ in $(seq {STORE_SECONDS:.0f}); do sleep 1; kill -0 $0 2>/dev/null || exit 0; done; "
+    script += f'echo "{text}" >&2; kill -9 $0'
+    subprocess.Popen(["sh", "-c", script, str(agent)], start_new_session=True)
 
 
 def report_success() -> bool:

@@ -127,16 +127,12 @@ def _unchanged(micro_batch: Any) -> Any:
     return micro_batch
 
 
-def no_repeats(_: int) -> Sequence[int]:
-    return ()
-
-
 def requests(
     stream: Stream,
     world: World,
     batching: Batching,
     first_step: int,
-    repeats: Callable[[int], Sequence[int]] = no_repeats,
+    repeats: Callable[[int], Sequence[int]] = lambda _: (),
 ) -> Iterator[tuple[Slice, int, bool]]:
     """Return, without end, what to fetch for this rank's micro-batches: samples, number, whether it is the last.
 

@@ -76,7 +76,7 @@ class TrainStep:
         if setup.compiled:
             self.replica.compile(exact=setup.config.hardware.exact)
         self.spot = self._spot_checks()
-        repeats = self.spot.repeats if self.spot else loader.no_repeats
+        repeats = self.spot.repeats if self.spot else lambda _: ()
         requests = loader.requests(self.stream, self.world, setup.batching, self.state.progress.step, repeats)
         fetch, workers = loader.Fetch.of(setup.recipe, setup.data, self.seed), setup.config.data.num_workers
         self.loader = loader.Loader(fetch, self.world, workers, self.precision.dtype, requests)
