@@ -87,7 +87,9 @@ def _exit(error: BaseException) -> NoReturn:
 
     def end() -> int:
         if isinstance(error, SystemExit):
-            return error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, str):
+                raise distributed.RunFailed(error.code)
+            return error.code or 0
         if isinstance(error, Exception) and not _is_own(error):
             failed = distributed.RunFailed(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
             script = error.__traceback__.tb_next if error.__traceback__ else None  # without the line of `world`

@@ -40,6 +40,9 @@ class Feed:
         iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if (length.n_steps is None) == (length.epochs is None):
             raise ValueError("say how long to train: n_steps or epochs, one of the two")
+        if isinstance(dataset, Iterator):
+            kind = type(dataset).__name__
+            raise ValueError(f"a {kind} can be read only once: give a data set whose __iter__ begins anew each time")
         if iterable and length.n_steps is None:
             raise ValueError("an iterable data set has no known length: say how long to train by n_steps")
         global_batch = length.global_batch_size or length.batch_size

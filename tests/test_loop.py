@@ -204,6 +204,7 @@ def test_a_shard_has_each_sample_once() -> None:
     (lambda: lockstep.Run(World(), model=3), "model is a int, which has no state_dict"),
     (lambda: next(lockstep.Run(World()).batches(SET, 8)), "n_steps or epochs, one of the two"),
     (lambda: next(lockstep.Run(World()).batches(Counting(9), 8, epochs=1)), "no known length"),
+    (lambda: next(lockstep.Run(World()).batches(iter(range(9)), 8, n_steps=1)), "range_iterator can be read only once"),
     (lambda: next(lockstep.Run(World()).batches(Counting(0), 8, n_steps=1)), "epoch 0 .* has 0 item"),
     (lambda: next(lockstep.Run(World()).batches(SET, 40, n_steps=1)), "fewer than the global batch of 40"),
     (lambda: next(lockstep.Run(World()).shard(Counting(9))), "cannot be split over ranks exactly"),

@@ -9,7 +9,7 @@ from torch.utils import data
 
 import lockstep
 
-EPOCHS, Z = 20, 4  # Z: dimensions of the noise that a point is generated from
+EPOCHS, Z = 15, 4  # Z: dimensions of the noise that a point is generated from
 
 
 def ring(count: int) -> data.TensorDataset:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import data
 
-EPOCHS, Z = 20, 4  # Z: dimensions of the noise that a point is generated from
+EPOCHS, Z = 15, 4  # Z: dimensions of the noise that a point is generated from
 
 
 def ring(count: int) -> data.TensorDataset:

@@ -30,7 +30,7 @@ class Source(data.IterableDataset[Tensor]):
 class Model(nn.Module):
     """A recurrent network over bytes."""
 
-    def __init__(self, width: int = 48):
+    def __init__(self, width: int = 32):
         super().__init__()
         self.embedding, self.head = nn.Embedding(PAD + 1, width), nn.Linear(width, PAD)
         self.recurrent = nn.GRU(width, width, batch_first=True)
