@@ -47,6 +47,10 @@ class Gradients:
 
         `micro`: of several micro-batches in a step, the one that `total` and `weight` are of.
         """
+        if not self.sums.parameters:
+            raise ValueError(
+                "run.backward() sums gradients of registered models, and there is none: Run(..., model=model)"
+            )
         number, last, samples = (micro.number, micro.last, micro.samples) if micro else (0, True, _NO_SAMPLES)
         loss = self._losses.get(name) or self._start(name, total, batching)
         if number in loss.numbers:
@@ -83,7 +87,7 @@ class Gradients:
     def _finish(self, normalizer: Normalizer, before: Grads) -> None:
         factor = normalizer.gradient_factor()
         assert factor is not None  # all weights are tensors here
-        factor = factor.nan_to_num(posinf=0.0)  # no element in the whole global batch: the total is a sum of nothing
+        factor = torch.where(torch.isinf(factor), 0.0, factor)  # no element in the whole global batch: a sum of nothing
         new = [parameter.grad for parameter in self.sums.parameters if parameter.grad is not None]
         if new:
             torch._foreach_mul_(new, factor)

@@ -195,7 +195,8 @@ class Run:
     def end_step(self, at_end: bool = False) -> None:
         """Count a step; save and compare the ranks when that is due; raise Stopped on all ranks after a signal.
 
-        `batches` and `steps` call this. Call it yourself in a loop over a loader of your own.
+        `batches` and `steps` call this. Call it yourself in a loop over a loader of your own, and put that loop into
+        `with run.signals:` if it is to be stopped by signals.
         """
         if self.feed.micro is not None and not self.feed.micro.last:
             raise ValueError("the step was left before its last micro-batch; take all micro-batches of each step")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import batchnorm, nested
@@ -29,9 +30,22 @@ class Registered:
             if isinstance(found, nn.Module) and is_wrapped(found):
                 raise ValueError(f"{name} is wrapped in DDP: register the plain model, run.backward() sums gradients")
             self.objects[name] = found
+        self._check_optimizers()
         for model in self.models.values() if world.size > 1 else ():
             batchnorm.replace_batch_norm(model, partial(batchnorm.SyncBatchNorm, activity=world.activity))
             make_equal(model, world)
+
+    def _check_optimizers(self) -> None:
+        """Refuse optimizers of parameters that are in no registered model: no gradients of theirs would be summed."""
+        own = set(self.parameters())
+        for name, found in self.objects.items():
+            groups = found.param_groups if isinstance(found, torch.optim.Optimizer) else []
+            foreign = [parameter for group in groups for parameter in group["params"] if parameter not in own]
+            if foreign:
+                raise ValueError(
+                    f"{name} trains {len(foreign)} parameter(s) that are in no registered model, first of shape "
+                    f"{tuple(foreign[0].shape)}; register their module too, so that their gradients are summed"
+                )
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -123,8 +123,8 @@ def test_a_parameter_without_a_gradient_keeps_none_and_no_elements_give_zero() -
 
 
 def test_means_are_those_of_all_elements_since_the_last_call() -> None:
-    run = lockstep.Run(World())
-    w = torch.ones((), requires_grad=True)
+    w = nn.Parameter(torch.ones(()))
+    run = lockstep.Run(World(), model=nn.ParameterList([w]))
     run.backward(6 * w, weight=2)
     run.backward(3 * w, weight=4)
     assert run.means() == {"loss": 1.5}
@@ -201,6 +201,8 @@ def test_a_shard_has_each_sample_once() -> None:
 
 @pytest.mark.parametrize("wrong", [
     (lambda: lockstep.Run(World(), save_every=0), "save_every is at least 1 step, not 0"),
+    (lambda: lockstep.Run(World()).backward(torch.ones((), requires_grad=True), 1), "and there is none"),
+    (lambda: lockstep.Run(World(), adam=torch.optim.Adam(model_of(1, 1).parameters())), "2 parameter.s. that are"),
     (lambda: lockstep.Run(World(), model=3), "model is a int, which has no state_dict"),
     (lambda: next(lockstep.Run(World()).batches(SET, 8)), "n_steps or epochs, one of the two"),
     (lambda: next(lockstep.Run(World()).batches(Counting(9), 8, epochs=1)), "no known length"),
@@ -242,8 +244,9 @@ def test_a_run_that_cannot_be_saved_at_its_end_has_failed(tmp_path: Path, monkey
 
 
 def test_a_micro_batch_is_used_once_and_wholly() -> None:
-    w = torch.ones((), requires_grad=True)
-    run = lockstep.Run(World())
+    w = nn.Parameter(torch.ones(()))
+    model = nn.ParameterList([w])
+    run = lockstep.Run(World(), model=model)
     with pytest.raises(ValueError, match="twice for one micro-batch"):
         for step in run.steps(SET, 8, batch_size=4, n_steps=1):
             for _ in step:
@@ -253,7 +256,7 @@ def test_a_micro_batch_is_used_once_and_wholly() -> None:
     with pytest.raises(ValueError, match="left before its last micro-batch"):
         for step in run.steps(SET, 8, batch_size=4, n_steps=1):
             next(step)
-    run = lockstep.Run(World())
+    run = lockstep.Run(World(), model=model)
     with pytest.raises(ValueError, match="not called for the last micro-batch"):
         for step in run.steps(SET, 8, batch_size=4, n_steps=1):
             for number, _ in enumerate(step):
