@@ -218,11 +218,11 @@ def test_micro_batches_of_any_size_on_any_world_make_the_same_steps(tmp_path: Pa
 
 
 SCRIPT = """
-import os, signal, sys, torch, lockstep
+import os, signal, sys, threading, torch, lockstep
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import TensorDataset
 
-with lockstep.world(device="cpu") as world:
+with lockstep.world(device="cpu", hang_timeout=3 if sys.argv[1] == "hang" else 300) as world:
     model = torch.nn.Linear(1, 1)
     run = lockstep.Run(world, "run", model=model)
     for (x,) in run.batches(TensorDataset(torch.arange(20.0)), 8 if sys.argv[1] != "small" else 1, n_steps=5):
@@ -232,15 +232,21 @@ with lockstep.world(device="cpu") as world:
                 int("x")
             if sys.argv[1] == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
+            if sys.argv[1] == "hang":
+                threading.Event().wait()
 """
 
 
+def torchrun(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    command = ["torchrun", "--nproc_per_node=2", f"--master_port={free_port()}", "script.py", what]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+
+
 def test_a_failure_is_printed_once_and_a_signal_saves_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
     found = {}
     for what in ("small", "error", "signal", "rest"):
-        command = ["torchrun", "--nproc_per_node=2", f"--master_port={free_port()}", "script.py", what]
-        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+        done = torchrun(what, tmp_path)
         found[what] = done.stderr
         assert (done.returncode == 0) == (what == "rest"), done.stderr
     assert found["small"].count("lockstep: a global batch of 1 is too small for 2 ranks; start fewer") == 1
@@ -249,3 +255,9 @@ def test_a_failure_is_printed_once_and_a_signal_saves_on_all_ranks(tmp_path: Pat
     assert "lockstep: rank 1: ValueError: invalid literal" in found["error"]
     assert "lockstep: stopped by SIGTERM after step 4; everything is saved in run" in found["signal"]
     assert "lockstep: resumed run after step 4" in found["rest"]
+
+
+def test_a_hang_is_reported_with_the_line_that_is_stuck(tmp_path: Path) -> None:
+    done = torchrun("hang", tmp_path)
+    assert "rank 1 is stuck in step 4" in done.stderr and "threading.Event().wait()" in done.stderr, done.stderr
+    assert (tmp_path / "run" / "hang.txt").exists()
