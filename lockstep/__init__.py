@@ -65,7 +65,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 _MODULES = ("loop", "api", "config", "loss", "outcome", "recipe", "rng", "stream", "trainer", "watch")
-"""Where the public names are; `Run` is that of the first, not the settings of that name. They are imported when they are first used: `lockstep --help` needs no torch."""
+"""Where the public names are, the first that has one: `Run` is that of `loop`, not that of `config`. They are imported
+when they are first used: `lockstep --help` needs no torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from . import activity, checkpoint, config, rundir
-from .distributed import StopSignals, World
+from .distributed import World
 from .evaluate import dataset_size, share
 from .feed import Feed
 from .gradients import Gradients
@@ -37,6 +37,7 @@ from .loader import Preparation, to_device
 from .outcome import NotSaved, Stopped
 from .registered import Registered, numbers
 from .rng import Rng
+from .stop_signals import StopSignals
 from .watch import Watch
 
 Collate = Callable[[list[Any]], Any]
@@ -70,7 +71,7 @@ class Run:
         """Steps done; inside the loop, the number of the current one, counted from 0."""
         self.registered = Registered(objects, world)
         self.gradients = Gradients(self.registered.parameters(), world)
-        self.feed, self.signals = Feed(world, seed, self._say), StopSignals()
+        self.feed, self.signals = Feed(world, seed, self._say), StopSignals(self._say)
         self.checkpoints: checkpoint.Checkpoints | None = None
         self._closing = ExitStack()
         world.closing.callback(self.close)
