@@ -53,7 +53,8 @@ def fit(recipe: type[Recipe] | Recipe, config: TrainConfig | None = None, **sett
 def _how_to_start(recipe: type[Recipe], nproc: str) -> str:
     """Return what to do instead of asking fit() for several processes."""
     text = f"fit() trains in this process, not in nproc = {nproc}: "
-    if "ipykernel" not in sys.modules:
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
         return text + f"start the script with torchrun --nproc_per_node={nproc}, or the recipe with `lockstep train`"
     return text + (
         f"other processes cannot see a notebook. Save {recipe.__name__} in a file, with %%writefile mine.py as the "

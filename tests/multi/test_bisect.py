@@ -19,6 +19,8 @@ from lockstep.flags import parse
 from lockstep.parting import Record, causes, curves, differing, first_difference, first_tensor
 from lockstep.rundir import launch_of, read_receipt
 
+pytestmark = pytest.mark.slow
+
 TILED = ["--exact", "--batch_size", "4", "--global_batch_size", "28", "--history_every", "4", "--log_every", "4"]
 TINY = ["--recipe", f"{tiny.__file__}:Tiny"]
 

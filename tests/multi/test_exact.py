@@ -11,6 +11,8 @@ from torch import Tensor
 from lockstep.distributed import RunFailed, World
 from lockstep.exact import NotDeterministic, plain_errors
 
+pytestmark = pytest.mark.slow
+
 TILED = ["--exact", "--batch_size", "4", "--global_batch_size", "28", "--log_every", "1", "--ema_decay", "0.9"]
 """Seven tiles: on two, three and four ranks some have more than others."""
 

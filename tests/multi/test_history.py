@@ -12,6 +12,8 @@ from lockstep.distributed import World
 from lockstep.watch.history import read_history
 from multi.test_launch import run as command
 
+pytestmark = pytest.mark.slow
+
 TILED = ["--exact", "--batch_size", "4", "--global_batch_size", "28", "--schedule", "constant", "--log_every", "3"]
 
 

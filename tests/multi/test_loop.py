@@ -20,6 +20,8 @@ from lockstep.distributed import World
 from lockstep.parallel import Bucket
 from multi.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 Get = Callable[[int], Ranks]
 Whole = tuple[str, Path, list[str]]
 KILLED_AT = {"classifier": 20, "gan": 31, "language_model": 33, "self_supervised": 20}

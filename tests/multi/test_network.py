@@ -15,6 +15,8 @@ from multi.ranks import free_port
 from multi.test_launch import run, started, wait_for
 from multi.test_resume import ranks_of
 
+pytestmark = pytest.mark.slow
+
 TINY = f"{tiny.__file__}:Tiny"
 LONG = ["--n_steps", "1000000", "--log_every", "5"]
 

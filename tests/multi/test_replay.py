@@ -16,6 +16,8 @@ from lockstep.distributed import World
 from lockstep.flags import parse
 from lockstep.replay import Replay, Run, SampleLoss, sample_losses
 
+pytestmark = pytest.mark.slow
+
 TILED = ["--exact", "--batch_size", "4", "--global_batch_size", "28", "--history_every", "4", "--save_every", "5"]
 
 

@@ -15,6 +15,8 @@ from lockstep.distributed import RunFailed, World
 from multi import wrong_ranks
 from multi.test_exact import TILED, differing, exact_state
 
+pytestmark = pytest.mark.slow
+
 SHORT = [*TILED, "--n_steps", "4"]
 ALWAYS = [*SHORT, "--spot_check_every", "1"]
 STEP = 2
