@@ -15,6 +15,8 @@ from lockstep.recipes.diffusion import features, frechet
 from lockstep.recipes.shapes import Shapes
 from lockstep.registry import find
 
+pytestmark = pytest.mark.slow
+
 
 class Coarse(nn.Module):
     """Eight features of an image that take no time."""

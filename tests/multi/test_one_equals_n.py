@@ -19,6 +19,7 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(((a[n].double() - b[n].double()).norm() / a[n].double().norm().clamp(min=1e-30)).item() for n in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["WithBatchNorm", "Uneven", *(pytest.param(r, marks=SLOW) for r in REST)])
 def test_weights_and_losses_do_not_depend_on_the_world(ranks, tmp_path: Path, recipe: str) -> None:
     flags = [*STEPS, "--batch_size", "64", "--ema_decay", "0.99"]
@@ -57,6 +58,7 @@ def test_batch_norm_of_each_ranks_own_trains_too(ranks, tmp_path: Path) -> None:
     assert all(ranks(2)(batch_norm_off, ["--n_steps", "6", "--sync_bn", "off", "--out", str(tmp_path / "run")]))
 
 
+@pytest.mark.slow
 def test_float32_loss_curves_agree(ranks, tmp_path: Path) -> None:
     flags = [*STEPS, "--precision", "fp32", "--batch_size", "64"]
     train(World(), "Tiny", [*flags, "--out", str(tmp_path / "1")])

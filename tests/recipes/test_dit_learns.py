@@ -18,6 +18,7 @@ from lockstep.recipes.shapes import Shapes
 from recipes.golden import fit, golden, logged
 
 
+@pytest.mark.slow
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
     assert ten_steps(tmp_path / "run") == pytest.approx(golden("dit"), rel=1e-5)
 

@@ -21,6 +21,7 @@ def ten_steps(folder: Path) -> list[float]:
     return logged(folder)
 
 
+@pytest.mark.slow
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
     assert ten_steps(tmp_path / "run") == pytest.approx(golden("jit"), rel=1e-5)
     exported = {p.name for p in (tmp_path / "run").glob("*.safetensors")}

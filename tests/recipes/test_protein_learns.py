@@ -17,6 +17,7 @@ def ten_steps(folder: Path) -> list[float]:
     return logged(folder)
 
 
+@pytest.mark.slow
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
     assert ten_steps(tmp_path / "run") == pytest.approx(golden("protein"), rel=1e-5)
 

@@ -303,6 +303,7 @@ def has_titles(file: Path) -> bool:
     return all(column.min() < 100 < 250 < column.max() for column in np.array_split(strip, 3, axis=1))
 
 
+@pytest.mark.slow
 def test_a_test_leaves_a_table_and_a_picture(tmp_path: Path) -> None:
     mine = recipe()
     matrix = torch.zeros(6, 6, dtype=torch.int64)

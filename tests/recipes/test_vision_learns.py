@@ -27,6 +27,7 @@ def ten_steps(folder: Path) -> dict[str, list[float]]:
     return {name: logged(folder / name) for name in RUNS}
 
 
+@pytest.mark.slow
 def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
     expected, now = golden("vision"), ten_steps(tmp_path)
     assert now.keys() == expected.keys()
