@@ -64,18 +64,27 @@ __all__ = [
     "world",
 ]
 __version__ = "0.1.0"
-_MODULES = ("loop", "api", "config", "loss", "outcome", "recipe", "rng", "stream", "trainer", "watch")
-"""Where the public names are, the first that has one: `Run` is that of `loop`, not that of `config`. They are imported
-when they are first used: `lockstep --help` needs no torch."""
+_MODULES = {
+    "api": ("fit", "world"),
+    "config": ("TrainConfig",),
+    "distributed": ("RunFailed", "World"),
+    "loop": ("Run",),
+    "loss": ("Loss",),
+    "outcome": ("NotSaved", "Outcome", "Stopped"),
+    "rng": ("Rng",),
+    "stream": ("Stream",),
+    "trainer": ("Trainer",),
+    "watch": ("OutOfLockstep",),
+}
+"""Where public names are, if not in `recipe`. They are imported when they are first used: --help needs no torch."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for module in (importlib.import_module(f".{module}", __name__) for module in _MODULES):
-            if hasattr(module, name):
-                globals()[name] = getattr(module, name)
-                return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = next((module for module, names in _MODULES.items() if name in names), "recipe")
+    globals()[name] = getattr(importlib.import_module(f".{module}", __name__), name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
