@@ -172,7 +172,7 @@ def test_a_loop_that_is_left_by_break_has_counted_its_last_step(tmp_path: Path) 
 
 
 def test_a_signal_saves_after_the_step_and_ends_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = model_of(1, 1)
+    model, handler = model_of(1, 1), signal.getsignal(signal.SIGTERM)
     run = lockstep.Run(World(), tmp_path, model=model)
     with pytest.raises(lockstep.Stopped) as stopped:
         for (x,) in run.batches(SET, 8, n_steps=9):
@@ -181,7 +181,7 @@ def test_a_signal_saves_after_the_step_and_ends_the_script(tmp_path: Path, capsy
                 os.kill(os.getpid(), signal.SIGTERM)
     assert stopped.value.code == 75 and stopped.value.by == signal.SIGTERM
     assert f"stopped by SIGTERM after step 4; everything is saved in {tmp_path}" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_a_loader_of_ones_own_needs_end_step_only(tmp_path: Path) -> None:

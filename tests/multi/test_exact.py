@@ -40,7 +40,7 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks, tmp_path: Path, recipe: 
     flags = [*TILED, "--precision", precision, "--n_steps", "12", "--clip_grad", "1"]
     alone = exact_state(World(), recipe, [*flags, "--out", str(tmp_path / "1")])
     assert any(name.startswith("ema") for name in alone) and any("exp_avg" in name for name in alone)
-    for world in (2, 3, 4):
+    for world in (2, 3, 4) if precision == "fp32" else (3,):
         states = ranks(world)(exact_state, recipe, [*flags, "--out", str(tmp_path / str(world))])
         assert [differing(alone, state) for state in states] == [[]] * world
         assert losses(tmp_path / str(world)) == losses(tmp_path / "1")

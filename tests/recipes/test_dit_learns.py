@@ -55,7 +55,7 @@ def batch(data: Shapes, numbers: range) -> tuple[Tensor, Tensor]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tmp_path: Path) -> None:
-    """A third of its steps: 38 of 100 samples are told to be what they should be, 93 after all; chance is 10.
+    """A quarter of its steps: 31 of 100 samples are told to be what they should be, 93 after all; chance is 10.
 
     LOCKSTEP_WHOLE=1 takes all steps, and asks for more.
     """
@@ -66,7 +66,7 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
     out = tmp_path / "run"
     whole = os.environ.get("LOCKSTEP_WHOLE") == "1"
     command = ["lockstep", *recipe.group(1).split(), "--nproc", "2", "--out", str(out)]
-    command += [] if whole else ["--n_steps", "400", "--sample_per_class", "2"]
+    command += [] if whole else ["--n_steps", "320", "--sample_per_class", "2"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("model.pth", "model.safetensors"):
@@ -85,4 +85,4 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
         samples = run.evaluator.generate(100, {"cfg": 2.5})
         assert samples is not None
         told = network(samples[:, -1]).argmax(1) == torch.arange(100) % 10
-    assert told.double().mean() > (0.8 if whole else 0.25), told.double().mean()
+    assert told.double().mean() > (0.8 if whole else 0.2), told.double().mean()

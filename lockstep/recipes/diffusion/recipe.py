@@ -65,7 +65,7 @@ class DiffusionRecipe(Recipe, Generates, EmbedsData, Pictures, Describes):
     options: DiffusionOptions
     heun: ClassVar[bool] = False
     """Whether samples are made with Heun's steps rather than Euler's."""
-    max_samples: ClassVar[int | None] = None
+    max_samples: int | None = None
     """Of a grid; with a thousand classes, those of the first so many."""
     noise_scale: float = 1.0
     """Standard deviation of the noise that sampling starts from."""
@@ -117,6 +117,7 @@ class DiffusionRecipe(Recipe, Generates, EmbedsData, Pictures, Describes):
         self.options.depth = min(_SMOKE_DEPTH, self.options.depth or self.size.depth)
         self.options.sample_steps = 1
         self.options.sample_per_class = 1
+        self.max_samples = 2
         self.options.sample_cfg = self.options.sample_cfg[-1:]
 
     def sample_sets(self) -> dict[str, dict[str, Any]]:
