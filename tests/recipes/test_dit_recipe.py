@@ -215,7 +215,7 @@ def test_sample_sets_hold_every_class_for_each_guidance() -> None:
     }
     mine = recipe(sample_per_class=3)
     mine.smoke()
-    assert mine.sample_sets() == {"cfg5.0": {"n": 10, "cfg": 5.0}} and mine.options.sample_steps == 1
+    assert mine.sample_sets() == {"cfg5.0": {"n": 2, "cfg": 5.0}} and mine.options.sample_steps == 1
 
 
 def test_the_grid_has_one_class_per_column(tmp_path: Path) -> None:
