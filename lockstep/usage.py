@@ -61,7 +61,7 @@ COMMANDS = {
     "audit": Command(
         "SCRIPT [flags]",
         "find the silent distributed bugs of any training script",
-        ".audit.options:Audit",
+        ".options:Audit",
         "Flags of the audit come before SCRIPT (or -m MODULE), those of the script after it.",
     ),
 }

@@ -9,12 +9,12 @@ import torch
 import tyro
 
 from ..cores import check_cores
+from ..options import Audit
 from . import events, report
 from .emulate import cuda_on_cpu
 from .judges import judge
 from .launcher import run_ranks
 from .model import Trace
-from .options import Audit
 from .source import audit_package, source_lines
 from .verdict import Verdict
 from .worker import LaunchSpec

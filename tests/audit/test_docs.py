@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.audit.catalog import KINDS
-from lockstep.audit.options import Audit
+from lockstep.options import Audit
 
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
