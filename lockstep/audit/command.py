@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import tyro
 
 from ..cores import check_cores
 from ..options import Audit
+from ..script import check, split_words
 from . import events, report
 from .emulate import cuda_on_cpu
 from .judges import judge
@@ -36,18 +36,9 @@ def audit(words: list[str]) -> int:
     return verdict.status
 
 
-def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the flags of the audit, and the script with its own; a `--` between them may be left out."""
-    i = 0
-    while i < len(words) and words[i].startswith("-") and words[i] not in ("--", "-m"):
-        takes_value = words[i].startswith("--") and "=" not in words[i] and words[i] != "--help"
-        i += 2 if takes_value else 1
-    return words[:i], words[i + 1 :] if words[i : i + 1] == ["--"] else words[i:]
-
-
 def examine(script: list[str], options: Audit) -> Verdict:
     """Run the script and judge what its ranks did."""
-    _check(script)
+    check(script, "audit")
     audit_package(script[1] if script[0] == "-m" else None)
     spec = _launch_spec(script, options)
     trace = run_ranks(spec, options.patience, options.limit)
@@ -64,16 +55,6 @@ def _check_usage(trace: Trace, script: list[str]) -> None:
         raise ValueError(
             f"{' '.join(script)} did not accept its flags, and nothing was audited:\n{rejected[0].strip()}"
         )
-
-
-def _check(script: list[str]) -> None:
-    if not script:
-        raise ValueError("nothing to audit: lockstep audit [flags] train.py [its flags], or -m module [its flags]")
-    if script[0] == "-m":
-        if len(script) < 2:
-            raise ValueError("-m needs the name of a module")
-    elif not Path(script[0]).is_file():
-        raise ValueError(f"no script {script[0]!r} in {Path.cwd()}")
 
 
 def _launch_spec(script: list[str], options: Audit) -> LaunchSpec:

@@ -15,8 +15,13 @@ from typing import NamedTuple
 import torch
 
 OURS = str(Path(__file__).parent) + os.sep
+_STARTER = str(Path(__file__).parents[1] / "script.py")
 _PATHS = sysconfig.get_paths()
-_LIBRARIES = (*(p + os.sep for p in (_PATHS["stdlib"], _PATHS["purelib"], str(Path(torch.__file__).parent))), OURS)
+_LIBRARIES = (
+    *(p + os.sep for p in (_PATHS["stdlib"], _PATHS["purelib"], str(Path(torch.__file__).parent))),
+    OURS,
+    _STARTER,
+)
 _foreign: dict[str, bool] = {}
 _audited: set[str] = set()
 """Folders of the installed package that is audited."""
@@ -95,17 +100,6 @@ def source_lines(file: str) -> list[str]:
 
 
 # -- syntax trees -----------------------------------------------------------------------------------------------------
-def declared_flag(file: str, flags: tuple[str, ...]) -> str | None:
-    """Which of `flags` a script's parser declares."""
-    tree = _parsed(file)
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.Call) and _name(node.func) in ("add_argument", "option"):
-            found = [a.value for a in node.args if isinstance(a, ast.Constant) and a.value in flags]
-            if found:
-                return str(found[0])
-    return None
-
-
 def reads_entry(files: Iterable[str], names: Iterable[str]) -> bool | None:
     """Whether the files use an entry of what they load that has one of `names`; None if no file can be parsed."""
     trees = [tree for file in sorted(set(files)) if (tree := _parsed(file)) is not None]

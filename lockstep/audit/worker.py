@@ -3,9 +3,7 @@
 import atexit
 import ctypes
 import faulthandler
-import importlib.util
 import os
-import runpy
 import signal
 import sys
 import time
@@ -19,12 +17,13 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from ..script import run_as_main
 from . import probes
 from .emulate import cuda_on_cpu, frameworks, shared_gpu, spawn
 from .events import End, Event, Start, StepLimit
 from .patch import Patches
 from .recorder import Recorder
-from .source import Site, declared_flag, foreign
+from .source import Site, foreign
 
 _exit = os._exit
 _PR_SET_PDEATHSIG = 1
@@ -97,7 +96,7 @@ def _install(spec: LaunchSpec, recorder: Recorder) -> None:
 def _run_script(argv: list[str]) -> End:
     """Return how the script ended."""
     try:
-        _run_as_main(argv)
+        run_as_main(argv)
     except SystemExit as request:
         if request.code is None or isinstance(request.code, int):
             return End(request.code or 0)
@@ -108,36 +107,6 @@ def _run_script(argv: list[str]) -> End:
         os.write(2, traceback.format_exc().encode())  # the script may have silenced print on all ranks but one
         return End(1, f"{type(error).__name__}: {error}"[:2000], at=_user_line(error))
     return End(0)
-
-
-def _run_as_main(argv: list[str]) -> None:
-    is_module = argv[0] == "-m"
-    name, flags = (argv[1], argv[2:]) if is_module else (argv[0], argv[1:])
-    sys.path.insert(0, str(Path.cwd() if is_module else Path(name).resolve().parent))
-    sys.argv = [name, *_local_rank_flag(argv), *flags]
-    if is_module:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(name, run_name="__main__")
-
-
-def _local_rank_flag(argv: list[str]) -> list[str]:
-    """Return --local_rank as torch.distributed.launch passes it, for a script that declares it."""
-    flags = ("--local_rank", "--local-rank")
-    declared = declared_flag(_script_file(argv), flags)
-    given = any(word.startswith(flags) for word in argv)
-    return [f"{declared}={os.environ['LOCAL_RANK']}"] if declared and not given else []
-
-
-def _script_file(argv: list[str]) -> str:
-    if argv[0] != "-m":
-        return argv[0]
-    with suppress(ImportError, ValueError):  # runpy reports a module that does not exist
-        spec = importlib.util.find_spec(argv[1])
-        if spec and spec.submodule_search_locations:
-            spec = importlib.util.find_spec(f"{argv[1]}.__main__")
-        return spec.origin or "" if spec else ""
-    return ""
 
 
 def _user_line(error: BaseException) -> Site | None:

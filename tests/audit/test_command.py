@@ -16,6 +16,7 @@ import torch
 from processes import environment
 
 from lockstep.audit import command
+from lockstep.script import split_words
 
 TRAIN = """
     import os, torch, torch.distributed as dist
@@ -302,7 +303,7 @@ def test_an_installed_module_is_the_users_too(tmp_path: Path) -> None:
     ],
 )
 def test_the_two_hyphens_before_the_script_may_be_left_out(words: list[str]) -> None:
-    own, script = command.split_words(words)
+    own, script = split_words(words)
     first = next((w for w in words if w in ("train.py", "-m")), None)
     at = words.index(first) if first else len(words)
     assert own == [word for word in words[:at] if word != "--"] and script == words[at:]

@@ -11,7 +11,8 @@ import torch
 from lockstep.audit.probes.files import _PROGRESS
 from lockstep.audit.probes.tensors import sample_hashes, tensors
 from lockstep.audit.recorder import unpacked
-from lockstep.audit.source import Site, declared_flag, depends_on_rank, reads_entry
+from lockstep.audit.source import Site, depends_on_rank, reads_entry
+from lockstep.script import declared_flag
 
 READ = {
     "at once": "torch.load(p)['epoch']",

@@ -1,12 +1,10 @@
 """What the probes of one rank share: where in the step the script is, and the names of its parameters."""
 
 import functools
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...watch.drift import checksums
+from ...watch.models import assign_names, named_parameters, replicated, root_modules
 from ..events import Event, ProbeFailed
 from ..patch import Function, Hook, Patches
 from ..recorder import Recorder
@@ -145,34 +144,20 @@ class Context:
     @never_raises
     def _search(self) -> None:
         with self.recorder.hide():
-            # not isinstance, which asks proxies for their class
-            modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
-            children = {id(child) for m in modules for child in m.children()}
-            found = [m for m in modules if id(m) not in children and next(m.parameters(), None) is not None]
+            found = root_modules()
             new = [m for m in found if all(m is not r for r in self._roots)]
             self._roots = found
-            self._assign_names(found)
+            assign_names(found, self._names)  # each keeps the name that it has
         for module in new:
             for act in self.on_root:
                 act(module)
-
-    def _assign_names(self, modules: list[nn.Module]) -> None:
-        """Give each parameter a name that it keeps and that no other has."""
-        taken = set(self._names.values())
-        for module in modules:
-            for name, parameter in _named(module):
-                if id(parameter) not in self._names:
-                    numbered = (f"{name} ({n})" for n in count(2))
-                    unique = name if name not in taken else next(n for n in numbered if n not in taken)
-                    self._names[id(parameter)] = unique
-                    taken.add(unique)
 
     def name(self, tensor: Tensor, default: str = "a tensor of no module") -> str:
         return self._names.get(id(tensor), default)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         for module in self.roots():
-            for _, parameter in _named(module):
+            for _, parameter in named_parameters(module):
                 yield self.name(parameter), parameter
 
     def checksums(self, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -188,18 +173,3 @@ def index_of(known: list[Any], item: Any) -> int:
             return n
     known.append(item)
     return len(known) - 1
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in module.named_parameters():
-        yield name.replace("_orig_mod.", "").removeprefix("module."), parameter
-
-
-def replicated(tensor: Tensor) -> Tensor | None:
-    """The tensor as every rank should hold it; None for a shard, which differs between ranks."""
-    placements = getattr(tensor, "placements", None)
-    if placements is not None:
-        return tensor.to_local() if all(p.is_replicate() for p in placements) else None  # type: ignore[attr-defined]
-    if tensor.is_sparse:
-        return tensor.detach().coalesce().values()
-    return tensor.int_repr() if tensor.is_quantized else tensor

@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...watch.models import replicated
 from .. import events
 from ..patch import Function
 from . import wrappers
-from .context import Context, WatchedOptimizer, never_raises, replicated, should_sample
+from .context import Context, WatchedOptimizer, never_raises, should_sample
 from .tensors import readable, sample_hashes, tensors
 from .wrappers import Wrappers
 
