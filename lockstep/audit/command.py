@@ -49,7 +49,12 @@ def examine(script: list[str], options: Audit) -> Verdict:
 
 
 def _check_usage(trace: Trace, script: list[str]) -> None:
-    """Raise a ValueError with what the script printed if it did not accept its flags: argparse exits with status 2."""
+    """Raise a ValueError if the script wants more ranks, or with what it printed if it did not accept its flags:
+    argparse exits with status 2."""
+    wanted = max((group.world for _, group in trace.all(events.InitGroup)), default=0)
+    if wanted > trace.world:
+        problem = f"{script[0]} makes a group of {wanted} ranks, and --nproc is {trace.world}"
+        raise ValueError(f"{problem}: give --nproc {wanted}, or the script another number")
     rejected = [rank.printed for rank in trace.ranks if rank.status == 2 and not rank.steps]
     if len(rejected) == trace.world and "Traceback" not in rejected[0] and rejected[0].strip():
         raise ValueError(

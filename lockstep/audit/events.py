@@ -57,7 +57,7 @@ class ProcessStarted(Event):
 
 
 class InitGroup(Event):
-    world: int  # as given to init_process_group; -1 if it was not
+    world: int  # as the script gives it, to init_process_group or in the environment; -1 if it does not
 
 
 class Device(Event):
@@ -188,6 +188,12 @@ class Buffers(Event):
     n: int
     checksums: dict[str, int]
     local_norms: list[str] = field(default_factory=list)  # BatchNorm layers that use the statistics of this rank only
+
+
+class UnusedParameters(Event):
+    """DDP raises an error, since parameters had no gradient in the backward pass before."""
+
+    names: list[str]
 
 
 class NoSync(Event):

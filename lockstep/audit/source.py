@@ -122,6 +122,30 @@ def depends_on_rank(at: Site | None) -> bool:
     return any(_names_rank(node) for test in tests for node in ast.walk(test))
 
 
+def demanded_world(at: Site | None, error: str) -> int | None:
+    """How many ranks a script asks for where it fails: a number in the error of a device mesh, or one that the failing
+    `assert` or `if` compares with the number of ranks. None: it asks for none."""
+    if mesh := re.search(r"default world size \d+, but found (\d+) ranks", error):
+        return int(mesh[1])
+    tree = _parsed(at.file) if at else None
+    if tree is None or at is None:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assert, ast.If)) and node.lineno <= at.line <= (node.end_lineno or 0):
+            for test in (part for part in ast.walk(node.test) if isinstance(part, ast.Compare)):
+                names = {word for part in ast.walk(test) for word in _words(_text(part))}
+                numbers = [p.value for p in ast.walk(test) if isinstance(p, ast.Constant) and type(p.value) is int]
+                if names & {"world", "nproc", "gpus", "ranks", "processes"} and len(numbers) == 1:
+                    return numbers[0]
+    return None
+
+
+def _text(node: ast.AST) -> str:
+    """The name, or the string, that a node is."""
+    constant = node.value if isinstance(node, ast.Constant) else None
+    return constant if isinstance(constant, str) else _name(node) or ""
+
+
 def _names_rank(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):  # os.environ["RANK"], but not __name__ == "__main__"
         return isinstance(node.value, str) and bool(_words(node.value) & {"rank", "procid"})

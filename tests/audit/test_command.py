@@ -147,6 +147,22 @@ def test_of_two_ranks_the_one_that_failed_by_itself_is_named(tmp_path: Path, fai
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("start", ["init_method='tcp://127.0.0.1:1', world_size=4, rank=rank", ""])
+def test_a_script_for_more_ranks_is_refused_at_once(tmp_path: Path, start: str) -> None:
+    script = f"""
+        import os, torch.distributed as dist, torch.multiprocessing as mp
+        def main(rank):
+            os.environ.update(RANK=str(rank), WORLD_SIZE="4")
+            dist.init_process_group("gloo"{", " * bool(start)}{start})
+        if __name__ == "__main__":
+            mp.spawn(main, nprocs=4)
+    """
+    done = audit(tmp_path, script, "--patience", "60")
+    assert done.returncode == 2 and "train.py makes a group of 4 ranks" in done.stderr, done.stdout + done.stderr
+    assert "--nproc 4" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_module_that_declares_the_old_flag_is_given_it(tmp_path: Path) -> None:
     script = TRAIN.replace(
         'dist.init_process_group("gloo")',

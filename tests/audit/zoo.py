@@ -34,11 +34,18 @@ def expected(script: Path) -> tuple[set[str], set[str]]:
 
 
 def found(script: Path, device: str = "cpu") -> list[str]:
-    """The names of the audit's findings, each script in a folder of its own."""
+    """The names of the audit's findings, each script in a folder of its own. A line `# says: words` in a script names
+    words that a finding must hold."""
     hangs = expected(script)[0] & {"collective-mismatch", "uneven-steps", "hangs"}
     patience = (4 if hangs else 30) if device == "cpu" else 15
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        return audited([str(script)], folder, device, patience)
+        names = audited([str(script)], folder, device, patience)
+        report = Path(folder) / "audit.json"
+        texts = (
+            [f["what"] + " ".join(f["evidence"]) for f in json.loads(report.read_text())["findings"]] if names else []
+        )
+    said = re.findall(r"^# says: (.+)$", script.read_text(), re.M)
+    return names + [f"(nothing says {words!r})" for words in said if not any(words in text for text in texts)]
 
 
 def audited(words: list[str], folder: str, device: str = "cpu", patience: float = 30, **variables: str) -> list[str]:

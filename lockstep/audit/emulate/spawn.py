@@ -34,7 +34,7 @@ class _Spawner:
     """Replaces the ways to start ranks; numbers the processes that are started one by one, from 0 after each join."""
 
     def __init__(self, recorder: Recorder):
-        self.recorder, self.rank = recorder, int(os.environ["RANK"])
+        self.recorder, self.rank, self.world = recorder, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.ports = count(int(os.environ["MASTER_PORT"]), 7)
         self.rank_functions: list[Any] = []
         self.started, self.joined = 0, False
@@ -82,8 +82,12 @@ class _Spawner:
     def init_process_group(self, arguments: Arguments) -> None:
         if self.recorder.in_worker:
             return
-        world = arguments.get("world_size")
-        self.recorder.write(InitGroup(world if isinstance(world, int) else -1))
+        given = arguments.get("world_size")
+        in_environment = int(os.environ.get("WORLD_SIZE", self.world))
+        world = given if isinstance(given, int) else in_environment if in_environment != self.world else -1
+        self.recorder.write(InitGroup(world))
+        if world > self.world:  # it would wait for ranks that are not there
+            raise RuntimeError(f"a group of {world} ranks, and {self.world} are there: lockstep audit --nproc {world}")
         port = next(self.ports)  # a new one for each group: ranks may still be leaving the last
         with self.recorder.hide():  # not a setting of the script
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -8,7 +8,6 @@ from .. import events
 from ..catalog import Finding, finding
 from ..model import Rank, Trace
 from ..source import Site
-from .collectives import UNUSED
 
 _NO_DATA = ("barrier", "init_process_group", "destroy_process_group", "new_group")
 """Collectives that synchronise no gradients."""
@@ -131,8 +130,9 @@ def _gradients(trace: Trace) -> Iterator[Finding]:
     rank = trace.ranks[0]
     steps = rank.of(events.Step)
     at = rank.line(events.DDPInit) if rank.first(events.DDPInit) else rank.line(events.OptimizerInit)
-    if any(UNUSED in r.error for r in trace.ranks):
-        yield finding("no-gradient", "DDP waits for gradients of parameters that take no part in the loss", at)
+    if unused := next((found for _, found in trace.all(events.UnusedParameters)), None):
+        what = "DDP fails, since parameters of the model take no part in the loss"
+        yield finding("unused-parameters", what, at, f"at {unused.at}: no gradient for {', '.join(unused.names[:5])}")
         return
     missing = next((s.no_gradient_yet for s in reversed(steps) if s.no_gradient_yet is not None), [])
     if len(steps) >= 2 and missing and not any(s.without_gradients for s in steps):

@@ -1,5 +1,6 @@
 """DDP and FSDP: what they wrap, whether the forward pass goes through them, what they skip."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ...batchnorm import SyncBatchNorm
-from ..events import Buffers, DDPInit, Forward, FSDPInit, Join, NoSync, Return, TensorParallel, WrapperBypassed
+from ..events import (
+    Buffers,
+    DDPInit,
+    Forward,
+    FSDPInit,
+    Join,
+    NoSync,
+    Return,
+    TensorParallel,
+    UnusedParameters,
+    WrapperBypassed,
+)
 from ..patch import Function, Hook
 from ..source import user_line
 from .context import Context, never_raises, should_sample
@@ -66,8 +78,20 @@ class Wrappers:
         try:
             with self.recorder.call(Forward(training, wrapper.require_backward_grad_sync)):
                 return original(wrapper, *inputs, **kwargs)
+        except RuntimeError as error:
+            if "did not receive grad" in str(error):
+                self._record_unused(wrapper.module, str(error))
+            raise
         finally:
             self.inside.pop()
+
+    @never_raises
+    def _record_unused(self, module: nn.Module, error: str) -> None:
+        """Name the parameters whose numbers are in DDP's error."""
+        numbers = re.search(r"indices which did not receive grad for rank \d+:([ \d]+)", error)
+        names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        chosen = [names[int(n)] for n in numbers[1].split() if int(n) < len(names)] if numbers else []
+        self.recorder.write(UnusedParameters(chosen))
 
     @never_raises
     def _entered(self, module: nn.Module, number: int) -> None:
