@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
 from .config import Hardware, check
 
 LIMITS = {"fp64": (1e-9, 1e-9), "fp32": (math.inf, 1e-4)}
@@ -130,6 +132,12 @@ class Audit:
     """Seconds without progress on any rank after which the script counts as hanging."""
     limit: float = 1800.0
     """Seconds after which the script is killed in any case."""
+    fail_on: Literal["error", "warning", "note", "never"] = "error"
+    """Findings from which on the exit status is 1. A script that crashes or hangs fails in any case."""
+    ignore: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Name of a finding that is not reported; can be given several times."""
+    sarif: Path | None = None
+    """File for the findings, in SARIF 2.1.0: what GitHub and others show in pull requests."""
 
     def __post_init__(self) -> None:
         for name, least in (("nproc", 1), ("steps", 0), ("patience", 0.1), ("limit", 1)):

@@ -16,7 +16,7 @@ class Kind:
 
     name: str
     topic: int
-    """Its chapter in docs/audit.md."""
+    """Its chapter in docs/audit-findings.md."""
     severity: Severity
     why: str
     fix: str
@@ -31,10 +31,12 @@ class Finding:
     what: str
     at: Site | None = None
     evidence: tuple[str, ...] = ()
+    own_severity: Severity | None = None
+    """If what was seen makes it better or worse than its kind."""
 
     @property
     def severity(self) -> Severity:
-        return self.kind.severity
+        return self.own_severity or self.kind.severity
 
 
 _ENTRIES = tomllib.loads(Path(__file__).with_name("findings.toml").read_text())
@@ -45,5 +47,6 @@ DEAD_SETTINGS: dict[str, str] = _ENTRIES["dead-setting"]["variables"]
 """Variables of the environment that people set and nothing reads, with what to use instead."""
 
 
-def finding(name: str, what: str, at: Site | None = None, *evidence: str) -> Finding:
-    return Finding(KINDS[name], what, at, evidence)
+def finding(name: str, what: str, at: Site | None = None, *evidence: str, severity: Severity | None = None) -> Finding:
+    """Return a finding of the kind called `name`."""
+    return Finding(KINDS[name], what, at, evidence, severity)

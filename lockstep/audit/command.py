@@ -11,10 +11,13 @@ from ..cores import check_cores
 from ..options import Audit
 from ..script import check, split_words
 from . import events, report
+from .catalog import Finding
 from .emulate import cuda_on_cpu
+from .ignores import Ignore, by_comments, by_name, sift
 from .judges import judge
 from .launcher import run_ranks
 from .model import Trace
+from .project import project_settings
 from .source import audit_package, source_lines
 from .verdict import Verdict
 from .worker import LaunchSpec
@@ -24,28 +27,52 @@ _NO_SUCH_GPU = ("invalid device ordinal", "out of index range", "num_gpus INTERN
 
 
 def audit(words: list[str]) -> int:
-    """Run the command and return its exit status: 1 if there are errors, 2 if it could not begin."""
+    """Run the command and return its exit status: 1 if the script fails the audit, 2 if it could not begin."""
     own, script = split_words(words)
-    options = tyro.cli(Audit, args=own, prog="lockstep audit", use_underscores=True)
-    verdict = examine(script, options)
+    project = project_settings(script)
+    options = tyro.cli(Audit, args=[*project.flags, *own], prog="lockstep audit", use_underscores=True)
+    ignores = [*by_name(options.ignore, "--ignore"), *project.ignores]
+    verdict = examine(script, options, ignores)
     if options.json:
         options.json.write_text(report.as_json(verdict))
     if options.html:
         options.html.write_text(report.as_html(verdict))
+    if options.sarif:
+        options.sarif.write_text(report.as_sarif(verdict))
     report.show(verdict)
     return verdict.status
 
 
-def examine(script: list[str], options: Audit) -> Verdict:
+def examine(script: list[str], options: Audit, ignores: list[Ignore]) -> Verdict:
     """Run the script and judge what its ranks did."""
     check(script, "audit")
     audit_package(script[1] if script[0] == "-m" else None)
+    _check_comments(script[0])
     spec = _launch_spec(script, options)
     trace = run_ranks(spec, options.patience, options.limit)
     _check_usage(trace, script)
     if _scales_by_world(trace, script) and spec.nproc > 1:
         trace.single = run_ranks(replace(spec, nproc=1, steps=1), options.patience, options.limit)
-    return Verdict(script, trace, judge(trace), list(_notes(trace, spec)))
+    return _verdict(script, trace, judge(trace), list(_notes(trace, spec)), options, ignores)
+
+
+def _verdict(
+    script: list[str], trace: Trace, found: list[Finding], notes: list[str], options: Audit, ignores: list[Ignore]
+) -> Verdict:
+    """What was found, without what is ignored by name or by a comment in a file that ran."""
+    seen = {event.at.file for rank in trace.ranks for event in rank.events if event.at}
+    named = {finding.at.file for finding in found if finding.at}
+    comments = [by_comments(file) for file in sorted({script[0], *seen, *named})]
+    sifted = sift(found, [*ignores, *(ignore for ignores, _ in comments for ignore in ignores)])
+    idle = [f"{ignore} ignores nothing: there was no such finding" for ignore in sifted.idle]
+    wrong = [message for _, messages in comments for message in messages]
+    return Verdict(script, trace, sifted.findings, [*notes, *wrong, *idle], sifted.ignored, options.fail_on)
+
+
+def _check_comments(script: str) -> None:
+    """Raise a ValueError for the first comment of the script that ignores what does not exist."""
+    for message in by_comments(script)[1]:
+        raise ValueError(message)
 
 
 def _check_usage(trace: Trace, script: list[str]) -> None:

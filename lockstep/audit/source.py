@@ -102,7 +102,7 @@ def source_lines(file: str) -> list[str]:
 # -- syntax trees -----------------------------------------------------------------------------------------------------
 def reads_entry(files: Iterable[str], names: Iterable[str]) -> bool | None:
     """Whether the files use an entry of what they load that has one of `names`; None if no file can be parsed."""
-    trees = [tree for file in sorted(set(files)) if (tree := _parsed(file)) is not None]
+    trees = [tree for file in sorted(set(files)) if (tree := parsed(file)) is not None]
     if not trees:
         return None
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -114,12 +114,12 @@ def reads_entry(files: Iterable[str], names: Iterable[str]) -> bool | None:
 
 def depends_on_rank(at: Site | None) -> bool:
     """Whether a line is in a branch whose condition names the rank."""
-    tree = _parsed(at.file) if at else None
+    tree = parsed(at.file) if at else None
     if tree is None or at is None:
         return False
     branches = (n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.IfExp)))
     tests = (n.test for n in branches if n.lineno <= at.line <= (n.end_lineno or 0))
-    return any(_names_rank(node) for test in tests for node in ast.walk(test))
+    return any(names_rank(node) for test in tests for node in ast.walk(test))
 
 
 def demanded_world(at: Site | None, error: str) -> int | None:
@@ -127,7 +127,7 @@ def demanded_world(at: Site | None, error: str) -> int | None:
     `assert` or `if` compares with the number of ranks. None: it asks for none."""
     if mesh := re.search(r"default world size \d+, but found (\d+) ranks", error):
         return int(mesh[1])
-    tree = _parsed(at.file) if at else None
+    tree = parsed(at.file) if at else None
     if tree is None or at is None:
         return None
     for node in ast.walk(tree):
@@ -146,7 +146,8 @@ def _text(node: ast.AST) -> str:
     return constant if isinstance(constant, str) else _name(node) or ""
 
 
-def _names_rank(node: ast.AST) -> bool:
+def names_rank(node: ast.AST) -> bool:
+    """Return whether a name or constant tells ranks apart."""
     if isinstance(node, ast.Constant):  # os.environ["RANK"], but not __name__ == "__main__"
         return isinstance(node.value, str) and bool(_words(node.value) & {"rank", "procid"})
     words = _words(_name(node) or "")
@@ -163,7 +164,8 @@ def _prints(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node.func) in _PRINTING)
 
 
-def _parsed(file: str) -> ast.AST | None:
+def parsed(file: str) -> ast.AST | None:
+    """Return the syntax tree of a file; None if it cannot be read or is no Python."""
     try:
         return ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -1,11 +1,17 @@
 """The verdict of an audit: what was found, and the one sentence for terminal, JSON and page."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from .catalog import Finding
 from .events import PassEnd
+from .ignores import Ignored
 from .model import Trace
+
+SEVERITIES = ("error", "warning", "note")
+"""The worst first."""
+FailOn = Literal["error", "warning", "note", "never"]
 
 
 @dataclass(frozen=True)
@@ -18,9 +24,27 @@ class Verdict:
     notes: list[str]
     """Where what was watched differs from what the script would do elsewhere, and what was not watched."""
 
+    ignored: list[Ignored] = field(default_factory=list)
+    fail_on: FailOn = "error"
+    """Findings from which on the script fails the audit."""
+
     @property
     def status(self) -> int:
-        return int(any(f.severity == "error" for f in self.findings))
+        """The exit status. A script that crashed or hangs fails whatever is ignored: most of it was not watched."""
+        failing = () if self.fail_on == "never" else SEVERITIES[: SEVERITIES.index(self.fail_on) + 1]
+        broken = self.trace.hung or any(rank.failed for rank in self.trace.ranks)
+        return int(broken or any(f.severity in failing for f in self.findings))
+
+    @property
+    def consequence(self) -> str:
+        """What follows from the findings for the exit status, in words; empty if there are none."""
+        if not self.findings:
+            return ""
+        if self.status == 0:
+            least = "whatever is found" if self.fail_on == "never" else f"no {self.fail_on}"
+            least += "" if self.fail_on in ("never", "error") else " or worse"
+            return f"passes: {least} (--fail-on {self.fail_on})"
+        return f"fails (--fail-on {self.fail_on})"
 
     @property
     def sentence(self) -> str:
@@ -30,6 +54,7 @@ class Verdict:
         severities = Counter(finding.severity for finding in self.findings)  # the worst first, as the findings are
         found = ", ".join(counted(n, severity) for severity, n in severities.items())
         result = found + self._ending(most) if found else f"nothing found{self._reservation(counts)}"
+        result += f"; {len(self.ignored)} ignored" if self.ignored else ""
         return f"{result} ({counted(self.trace.world, 'rank')}, {steps})"
 
     def _ending(self, steps: int) -> str:

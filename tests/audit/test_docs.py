@@ -10,15 +10,18 @@ import pytest
 from lockstep.audit.catalog import KINDS
 from lockstep.options import Audit
 
-PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {name: (DOCS / name).read_text() for name in ("audit.md", "audit-findings.md")}
+USE, FINDINGS = PAGES.values()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-SNIPPETS = [code for language, code in FENCE.findall(PAGE) if language == "python"]
+LINK = re.compile(r"\]\(([^)]+)\)").findall
+SNIPPETS = [code for page in PAGES.values() for language, code in FENCE.findall(page) if language == "python"]
 
 
 def chapters() -> dict[str, tuple[int, str, str]]:
     """Topic, severity and text under the heading of each finding."""
     found = {}
-    for chapter in re.split(r"^## ", PAGE, flags=re.M):
+    for chapter in re.split(r"^## ", FINDINGS, flags=re.M):
         topic = re.match(r"(\d+)\. ", chapter)
         for part in re.split(r"^### ", chapter, flags=re.M)[1:] if topic else []:
             heading = re.match(r"(\S+) \((\w+)\)\n", part)
@@ -41,15 +44,19 @@ def test_every_finding_shows_what_is_wrong_and_what_is_right(name: str) -> None:
 
 
 def test_the_table_names_every_finding_under_its_topic() -> None:
-    rows = re.findall(r"^\| \[(\d+)\]\(#\d+-[\w-]+\) \| (.+) \|$", PAGE, re.M)
+    rows = re.findall(r"^\| \[(\d+)\]\(#\d+-[\w-]+\) \| (.+) \|$", FINDINGS, re.M)
     table = {name: int(topic) for topic, names in rows for name in re.findall(r"`([^`]+)`", names)}
     assert table == {kind.name: kind.topic for kind in KINDS.values()}
 
 
 def test_links_lead_to_headings() -> None:
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", PAGE), re.M)
-    anchors = {re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= anchors
+    anchors = set()
+    for name, page in PAGES.items():
+        headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page), re.M)
+        slugs = {re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        anchors |= {name, *(f"{name}#{slug}" for slug in slugs)}
+    links = {f"{name}{link}" if link.startswith("#") else link for name, page in PAGES.items() for link in LINK(page)}
+    assert {link for link in links if link.startswith("audit")} <= anchors
 
 
 @pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
@@ -58,7 +65,9 @@ def test_every_snippet_is_python(code: str) -> None:
 
 
 def test_every_flag_is_explained_with_its_default() -> None:
-    explained = {flag: default.strip() for flag, default in re.findall(r"^\| `(--\w+)` \|([^|]*)\|", PAGE, re.M)}
-    defaults = {f"--{field.name}": field.default for field in fields(Audit)}
-    shown = {flag: "" if value is None else str(value).removesuffix(".0") for flag, value in defaults.items()}
+    explained = {flag: default.strip() for flag, default in re.findall(r"^\| `(--[\w-]+)` \|([^|]*)\|", USE, re.M)}
+    defaults = {f"--{field.name.replace('_', '-')}": field.default for field in fields(Audit)}
+    shown = {
+        flag: "" if value in (None, (), False) else str(value).removesuffix(".0") for flag, value in defaults.items()
+    }
     assert explained == shown

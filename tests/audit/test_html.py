@@ -187,7 +187,7 @@ def test_a_clean_verdict_says_so_and_has_no_findings() -> None:
     assert 'id="findings"' not in page
 
 
-@pytest.mark.parametrize("names", [("hangs", "same-order"), ("same-order", "waits"), ("waits",)])
+@pytest.mark.parametrize("names", [("hangs", "dead-setting"), ("dead-setting", "waits"), ("waits",)])
 def test_the_verdict_has_the_colour_of_the_worst_finding(names: tuple[str, ...]) -> None:
     findings = [finding(name, "it is so") for name in names]
     page = as_html(a_verdict(evens_and_odds(), *findings))

@@ -6,7 +6,8 @@ from functools import lru_cache
 from itertools import chain, islice, pairwise
 
 from ..catalog import Finding, finding
-from ..events import Backward, Collective, End, Event, ModelInput, PassEnd, PassStart, SamplerOrder
+from ..decisions import decides
+from ..events import Backward, Collective, End, Event, ModelInput, PassEnd, PassStart, SamplerOrder, Save
 from ..model import JointPass, Pass, Rank, Trace
 from ..recorder import unpacked
 from ..source import Site
@@ -196,7 +197,9 @@ def _metrics(groups: list[list[Pass]], trace: Trace) -> Iterator[Finding]:
         if later is not None and not any(map(_may_reduce_metric, later)) and not _reduced_inside(first, rank):
             what = "each rank evaluates a part of the set, and the parts are never put together"
             sizes = ", ".join(f"rank {n}: {len(part)} samples" for n, part in enumerate(lists))
-            yield finding("local-metric", what, first.at, sizes)
+            use = decides(first.at, (e.at for e in later if isinstance(e, Save)))
+            seen = [sizes, f"the value of one part {use}"] if use else [sizes]
+            yield finding("local-metric", what, first.at, *seen, severity="error" if use else None)
             return
 
 

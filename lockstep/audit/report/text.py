@@ -25,7 +25,14 @@ def show(verdict: Verdict, console: Console | None = None) -> None:
         _show_endings(verdict, console)
     for note in verdict.notes:
         console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
+    for ignored in verdict.ignored:
+        finding, at = ignored.finding, f" at {ignored.finding.at}" if ignored.finding.at else ""
+        console.print(
+            f"[dim]ignored by {escape(ignored.by.origin)}: {finding.kind.name}{escape(at)}[/]", soft_wrap=True
+        )
     console.print(f"[bold]{escape(verdict.sentence)}[/]", soft_wrap=True)
+    if verdict.consequence:
+        console.print(escape(verdict.consequence), soft_wrap=True)
 
 
 def _show_finding(finding: Finding, console: Console) -> None:
@@ -60,7 +67,9 @@ def as_json(verdict: Verdict) -> str:
         "script": verdict.script,
         "verdict": verdict.sentence,
         "status": verdict.status,
+        "fail_on": verdict.fail_on,
         "findings": [_as_dict(finding) for finding in verdict.findings],
+        "ignored": [_as_dict(one.finding) | {"ignored_by": one.by.origin} for one in verdict.ignored],
         "ranks": [{"rank": r.number, "steps": len(r.steps), "status": r.status, "end": r.outcome} for r in ranks],
         "notes": verdict.notes,
         "blind": verdict.trace.failed_probes,
@@ -71,4 +80,5 @@ def as_json(verdict: Verdict) -> str:
 def _as_dict(finding: Finding) -> dict[str, Any]:
     """Name, topic, severity, why and fix from its kind; the rest from what was seen."""
     file, line = finding.at or (None, None)
-    return {**asdict(finding.kind), "what": finding.what, "evidence": finding.evidence, "file": file, "line": line}
+    about = {**asdict(finding.kind), "severity": finding.severity}
+    return {**about, "what": finding.what, "evidence": finding.evidence, "file": file, "line": line}
