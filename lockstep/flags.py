@@ -10,6 +10,7 @@ so `batch_size: 64` in a file means exactly what `--batch_size 64` means. Flags 
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import tyro
 import yaml
@@ -141,9 +142,21 @@ def _group(recipe: type[Recipe]) -> str:
 
 def all_flags(recipe: type[Recipe]) -> type:
     """Return a dataclass of all flags: the recipe's own first."""
-    options = (_group(recipe), recipe.Options, field(default_factory=recipe.Options))
-    engine = [(f.name, f.type, field(default_factory=f.default_factory)) for f in dataclasses.fields(TrainConfig)]
+    options = (_group(recipe), _described(recipe.Options), field(default_factory=recipe.Options))
+    engine = [
+        (f.name, _described(f.type), field(default_factory=f.default_factory)) for f in dataclasses.fields(TrainConfig)
+    ]
     return dataclasses.make_dataclass("Flags", [options, *engine])
+
+
+def _described(group: Any) -> Any:
+    """Return the type of a group of flags with its heading in --help, its docstring.
+
+    The parser would look for one in the source of the class `Flags`, which has none: most of the time of parsing.
+    """
+    doc = inspect.cleandoc(group.__doc__ or "")
+    generated = doc.startswith(f"{group.__name__}(")  # by @dataclass, for a class without a docstring
+    return Annotated[group, tyro.conf.arg(help="" if generated else doc)]
 
 
 @dataclass(frozen=True)
@@ -158,8 +171,8 @@ class Known:
 
     @classmethod
     def of(cls, recipe: type[Recipe], target: type) -> "Known":
-        groups = [f.type for f in dataclasses.fields(target)]
-        flags = {f.name: f.type is bool for group in groups for f in dataclasses.fields(group)}  # type: ignore[arg-type]
+        groups = [get_args(f.type)[0] for f in dataclasses.fields(target)]
+        flags = {f.name: f.type is bool for group in groups for f in dataclasses.fields(group)}
         return cls(flags, {**ALIASES, **recipe.aliases}, recipe.removed_options)
 
     def canonical(self, name: str) -> str:
