@@ -1,5 +1,7 @@
 """Where the scenes of `scribble` come from: drawn ones, the Pascal-VOC layout, what is refused; and augmentation."""
 
+import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from lockstep.recipes.pixels import voc_palette
 from lockstep.recipes.scribble import data, files, scenes
-from lockstep.recipes.scribble.augment import Augmentation, augment
+from lockstep.recipes.scribble.augment import Augmentation, _blur, augment
 from lockstep.rng import Rng
 
 SIDE = 48
@@ -54,6 +56,32 @@ def test_a_scene_comes_from_its_index_alone() -> None:
     assert not any(torch.equal(alone["image"], x["image"]) for x in (other, val))
     with pytest.raises(IndexError):
         drawn[len(drawn)]
+
+
+def test_a_scene_is_drawn_once_by_all_forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = scenes.Scenes("train", SIDE)
+    if (child := os.fork()) == 0:
+        torch.set_num_threads(1)
+        _ = drawn[3], drawn[4]
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    fresh, copied = scenes.Scenes("train", SIDE), pickle.loads(pickle.dumps(drawn))
+    expected = fresh[3], fresh[4]
+    assert copied[3]["image"].equal(expected[0]["image"])
+    monkeypatch.setattr(scenes, "_draw", None)
+    for i, item in zip((3, 4), expected, strict=True):
+        assert {name: t.tolist() for name, t in drawn[i].items()} == {name: t.tolist() for name, t in item.items()}
+    drawn[3]["image"].zero_()
+    assert drawn[3]["image"].equal(expected[0]["image"]), "an item is a copy"
+    with pytest.raises(TypeError):
+        drawn[5]
+
+
+def test_scenes_that_would_take_too_much_memory_are_drawn_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = scenes.Scenes("train", SIDE)[0]["image"]
+    monkeypatch.setattr(scenes, "_MOST_MEMORY", 1 << 20)
+    drawn = scenes.Scenes("train", SIDE)
+    assert drawn[0]["image"].equal(expected) and drawn[0]["image"].equal(expected)
 
 
 def test_scenes_are_labelled_as_the_paper_s_are() -> None:
@@ -270,6 +298,15 @@ def test_blur_keeps_the_mean_and_smooths() -> None:
     soft = augment(item, key(5), Augmentation(SIDE, (1.0, 1.0), 0.0, False, 1.0))["image"].float()
     assert abs(float(sharp.mean() - soft.mean())) < 1
     assert soft.diff(dim=-1).abs().mean() < 0.9 * sharp.diff(dim=-1).abs().mean()
+
+
+def test_blur_is_a_convolution() -> None:
+    image, ranges = torch.rand(3, 20, 30) * 255, Augmentation(SIDE, (1.0, 1.0), 0.0, False, 1.0, (0.7, 0.7))
+    kernel = torch.exp(-torch.arange(-3, 4.0).square() / (2 * 0.7**2))
+    kernel = torch.outer(kernel, kernel) / kernel.sum() ** 2
+    padded = torch.nn.functional.pad(image[:, None], (3,) * 4, mode="replicate")
+    expected = torch.nn.functional.conv2d(padded, kernel[None, None])[:, 0]
+    torch.testing.assert_close(_blur(image, key(0), ranges), expected, rtol=1e-5, atol=1e-3)
 
 
 def test_augmentation_depends_on_the_key_alone() -> None:

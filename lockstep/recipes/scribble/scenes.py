@@ -11,8 +11,11 @@ Legend: H × W pixels; x to the right and y down, in units of a shape's size, it
 """
 
 import math
+import mmap
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +24,10 @@ from ...recipe import Split
 from ...rng import Rng
 from ..confusion import IGNORE
 
+MAPS = ("label", "scribble", "pseudo", "near_scribble", "near_pseudo")
+_PLANES = 3 + len(MAPS)
+_MOST_MEMORY = 1 << 30
+"""Bytes of drawn scenes that are kept."""
 SIZES: dict[Split, int] = {"train": 480, "val": 48, "test": 48}
 _SEEDS: dict[Split, int] = {"train": 11, "val": 12, "test": 13}
 
@@ -85,6 +92,7 @@ class Scenes:
             raise ValueError(f"a scene is at least 32 pixels along its longer side, not {side}")
         self.split, self.side = split, side
         self.size = SIZES[split] if size is None else size
+        self._drawn = Drawn(self.size, side)
 
     def __len__(self) -> int:
         return self.size
@@ -95,7 +103,44 @@ class Scenes:
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         if not 0 <= i < self.size:
             raise IndexError(f"the {self.split} split has the scenes 0 to {self.size - 1}")
-        return _draw(Rng.of(_SEEDS[self.split], torch.zeros(1, dtype=torch.int64), torch.tensor([i])), self.side)
+        if (item := self._drawn.get(i)) is None:
+            item = _draw(Rng.of(_SEEDS[self.split], torch.zeros(1, dtype=torch.int64), torch.tensor([i])), self.side)
+            self._drawn.keep(i, item)
+        return item
+
+
+class Drawn:
+    """Scenes that have been drawn, in memory shared with forked processes: a loader draws each once, not every epoch.
+
+    Memory is used as it is filled. Two processes that draw the same scene write the same bytes.
+    """
+
+    def __init__(self, size: int, side: int):
+        self._arguments = size, side
+        self._long, self._short = side, side * 3 // 4
+        row = 1 + _PLANES * self._long * self._short
+        self._kept = size if size * row <= _MOST_MEMORY else 0
+        memory = mmap.mmap(-1, max(1, self._kept * row))
+        self._rows = np.frombuffer(memory, dtype=np.uint8, count=self._kept * row).reshape(self._kept, row)
+        """Of each scene: 0 as long as it has not been drawn, 1 for upright, 2 for wide; then its maps."""
+
+    def get(self, i: int) -> dict[str, Tensor] | None:
+        """Return a copy of scene i, or None if it is not here."""
+        if i >= self._kept or not (kind := self._rows[i, 0]):
+            return None
+        size = (self._long, self._short) if kind == 1 else (self._short, self._long)
+        planes = torch.from_numpy(self._rows[i, 1:].copy()).view(_PLANES, *size)
+        return {"image": planes[:3]} | dict(zip(MAPS, planes[3:], strict=True))
+
+    def keep(self, i: int, item: dict[str, Tensor]) -> None:
+        if i < self._kept:
+            planes = torch.cat([item["image"], torch.stack([item[name] for name in MAPS])])
+            self._rows[i, 1:] = planes.flatten().numpy()
+            self._rows[i, 0] = 1 if planes.shape[1] == self._long else 2  # last: from here on it can be read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process that is not forked gets an empty one."""
+        return Drawn, self._arguments
 
 
 def _draw(rng: Rng, side: int) -> dict[str, Tensor]:
@@ -196,16 +241,20 @@ def _scribble(rng: Rng, distance: Tensor, label: Tensor, kinds: Tensor, x: Tenso
 def nearness(marked: Tensor, reach: int) -> Tensor:
     """255 where `marked` (H, W), falling linearly with the distance to it, 0 from `reach` pixels on; uint8.
 
-    The Euclidean distance is exact up to `reach`: first along columns, then the minimum over columns.
+    The Euclidean distance is exact up to `reach`: first along rows, then the minimum over rows, in squares of integers.
     """
-    far = float(4 * reach * reach)
-    height = torch.arange(marked.shape[0])[:, None]
-    above = torch.where(marked, height, -marked.numel()).cummax(0).values
-    below = torch.where(marked, height, marked.numel()).flip(0).cummin(0).values.flip(0)
-    square = torch.minimum(height - above, below - height).clamp(max=2 * reach).float().square()
-    padded = F.pad(square, (reach, reach), value=far)
-    width = marked.shape[1]
-    best = square
-    for shift in range(2 * reach + 1):
-        best = torch.minimum(best, padded[:, shift : shift + width] + float((shift - reach) ** 2))
-    return (255 * (1 - best.sqrt() / reach).clamp(min=0) + 0.5).to(torch.uint8)
+    kind = np.int16 if 2 * reach * reach < 1 << 15 else np.int32
+    places, on, far = np.arange(marked.shape[1], dtype=np.int32), marked.numpy(), 2 * (marked.shape[1] + reach)
+    left = np.maximum.accumulate(np.where(on, places, -far), axis=1)
+    right = np.minimum.accumulate(np.where(on, places, far)[:, ::-1], axis=1)[:, ::-1]
+    along = np.minimum(np.minimum(places - left, right - places), reach).astype(kind)
+    best, height = np.square(along), len(on)
+    padded = np.pad(best, ((reach, reach), (0, 0)), constant_values=reach * reach)
+    square = np.empty_like(best)
+    for shift in range(1, reach):
+        np.minimum(padded[reach - shift :][:height], padded[reach + shift :][:height], out=square)
+        np.add(square, kind(shift * shift), out=square)
+        np.minimum(best, square, out=best)
+    squares = torch.arange(reach * reach + 1, dtype=torch.float32)
+    values = (255 * (1 - squares.sqrt() / reach).clamp(min=0) + 0.5).to(torch.uint8)
+    return torch.from_numpy(values.numpy()[best])
