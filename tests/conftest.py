@@ -10,7 +10,8 @@ import pytest
 import torch
 from processes import zygote
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that a test starts
+torch.set_num_threads(1)  # several workers share the cores: a second thread would spin while it waits for one
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets processes ignore it, and those that they start
 
 
