@@ -109,6 +109,10 @@ def _notes(trace: Trace, spec: LaunchSpec) -> Iterator[str]:
         yield f"a probe failed, and what it checks was not seen ({failure})"
     if rank.first(events.FSDPInit) and any(not weights.checksums for weights in rank.of(events.Weights)):
         yield "sharded parameters differ between ranks: their weights were not compared"
+    if averaged := trace.averaging_steps:
+        yield f"weights are averaged after steps {', '.join(map(str, averaged))}: ranks differ in between, on purpose"
+    elif averager := rank.first(events.SeldomAveraged):
+        yield f"weights are averaged every {averager.period} steps: after how many they are equal was not seen"
     if parallel := rank.first(events.TensorParallel):
         numbers = ", ".join(map(str, parallel.ranks))
         yield f"ranks {numbers} hold parts of one layer: that they see the same samples is as it should be"

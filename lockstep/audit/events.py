@@ -154,6 +154,7 @@ class Weights(Event):
     optimizer: int
     n: int
     checksums: dict[str, int]
+    averaged: bool = False  # whether collectives since the step carried as much as all of them hold
 
 
 class SchedulerStep(Event):
@@ -175,6 +176,19 @@ class TensorParallel(Event):
 
 class Join(Event):
     """torch.distributed.algorithms.Join is entered."""
+
+
+class SeldomAveraged(Event):
+    """A library is told to average the weights every so many steps, in place of the gradients in each."""
+
+    period: int
+
+
+class MovedAfterWrapping(Event):
+    """A model inside DDP is moved to another device."""
+
+    source: str
+    target: str
 
 
 class WrapperBypassed(Event):

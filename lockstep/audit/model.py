@@ -96,6 +96,11 @@ class Rank:
     def first(self, kind: type[E]) -> E | None:
         return next(iter(self.of(kind)), None)
 
+    @property
+    def files(self) -> set[str]:
+        """The user's files that it was seen in."""
+        return {event.at.file for event in self.events if event.at}
+
     def line(self, kind: type[E]) -> Site | None:
         """The user's line of the first event of a kind."""
         first = self.first(kind)
@@ -340,6 +345,12 @@ class Trace:
         """The first events, the k-th of each rank, whose values differ. Value None: left out."""
         events = ([event for event in rank.of(kind) if value(event) is not None] for rank in self.ranks)
         return next((row for row in zip(*events, strict=False) if len({repr(value(e)) for e in row}) > 1), None)
+
+    @cached_property
+    def averaging_steps(self) -> list[int]:
+        """After which steps the weights of all ranks were averaged, and equal."""
+        weights = self.by_key(events.Weights, lambda w: (w.optimizer, w.n) if w.averaged else None)
+        return [n for (_, n), ranks in weights.items() if all(w.checksums == ranks[0].checksums for w in ranks)]
 
     @cached_property
     def joint_passes(self) -> list[JointPass]:

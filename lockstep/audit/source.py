@@ -99,6 +99,23 @@ def source_lines(file: str) -> list[str]:
         return []
 
 
+def source_line(at: Site | None) -> str:
+    """The text of a line; empty if it cannot be read."""
+    lines = source_lines(at.file) if at else []
+    return lines[at.line - 1] if at and 0 < at.line <= len(lines) else ""
+
+
+def line_with(files: Iterable[str], word: str) -> Site | None:
+    """The first line that holds a word, outside of comments."""
+    lines = (
+        Site(f, n)
+        for f in sorted(set(files))
+        for n, line in enumerate(source_lines(f), 1)
+        if word in line.split("#")[0]
+    )
+    return next(lines, None)
+
+
 # -- syntax trees -----------------------------------------------------------------------------------------------------
 def reads_entry(files: Iterable[str], names: Iterable[str]) -> bool | None:
     """Whether the files use an entry of what they load that has one of `names`; None if no file can be parsed."""

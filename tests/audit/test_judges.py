@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lockstep.audit.catalog import CONSEQUENCES, KINDS, Finding
-from lockstep.audit.events import Backward, Collective, End, Event, Return
+from lockstep.audit.events import Backward, Collective, End, Event, Print, Return, Step
 from lockstep.audit.judges import judge
 from lockstep.audit.model import Rank, Trace
 from lockstep.audit.source import Site
@@ -71,3 +71,12 @@ def test_a_call_after_fewer_backward_passes_is_no_extra_call() -> None:
     early = [Backward(), Return(), *barrier(9)]
     late = [Backward(), Return(), Backward(), Return(), *barrier(5)]
     assert names(judge(trace(early, late, hung=True))) == ["uneven-steps"]
+
+
+def test_prints_are_reported_at_the_line_of_most_steps() -> None:
+    def rank() -> list[Event]:
+        steps = [[Step(0, n, [0.1], prints=2), Print(at=Site("train.py", 8 if n == 3 else 20))] for n in range(1, 7)]
+        return [Print(at=Site("train.py", 2)), *(event for step in steps for event in step)]
+
+    found = [f for f in judge(trace(rank(), rank())) if f.kind.name == "all-ranks-log"]
+    assert [f.at for f in found] == [Site("train.py", 20)]

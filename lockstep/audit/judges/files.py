@@ -30,9 +30,8 @@ def judge(trace: Trace) -> Iterator[Finding]:
 
 
 def _resume(rank: Rank) -> Iterator[Finding]:
-    files = {event.at.file for event in rank.events if event.at}
     # one that does not say how far training was, or whose script does not read that, only has weights
-    resuming = (load for load in rank.of(Load) if load.progress and reads_entry(files, load.progress) is not False)
+    resuming = (load for load in rank.of(Load) if load.progress and reads_entry(rank.files, load.progress) is not False)
     load = next(resuming, None)
     if load is None:
         return

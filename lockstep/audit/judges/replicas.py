@@ -7,7 +7,7 @@ from ...watch.drift import differing
 from .. import events
 from ..catalog import Finding, finding
 from ..model import Rank, Trace
-from ..source import Site
+from ..source import Site, line_with, source_line
 
 _NO_DATA = ("barrier", "init_process_group", "destroy_process_group", "new_group")
 """Collectives that synchronise no gradients."""
@@ -17,6 +17,7 @@ def judge(trace: Trace) -> Iterator[Finding]:
     if trace.world > 1:
         yield from _schedule(trace)
         yield from _weights(trace)
+        yield from _moved(trace.ranks[0])
         yield from _buffers(trace)
     yield from _training(trace)
     yield from _gradients(trace)
@@ -31,6 +32,9 @@ def _difference(checksums: list[dict[str, int]]) -> tuple[str, int, int] | None:
 def _weights(trace: Trace) -> Iterator[Finding]:
     if any(rank.first(events.Join) for rank in trace.ranks):
         return  # under Join the k-th step of one rank is not that of another
+    averager = trace.ranks[0].first(events.SeldomAveraged)
+    if trace.averaging_steps or (averager and averager.period > len(trace.ranks[0].steps)):
+        return  # they differ in between, on purpose
     weights = trace.by_key(events.Weights, lambda w: (w.n, w.optimizer))
     for (n, optimizer), ranks in weights.items():
         difference = _difference([w.checksums for w in ranks]) if n else None
@@ -39,24 +43,20 @@ def _weights(trace: Trace) -> Iterator[Finding]:
             before = weights.get((0, optimizer))
             same_start = before is not None and not _difference([w.checksums for w in before])
             step = next((s for s in trace.ranks[0].of(events.Step) if (s.n, s.optimizer) == (n, optimizer)), None)
-            at, cause = _cause(trace.ranks[0], step.at if step else None, name, same_start)
+            at, cause = _cause(trace, step.at if step else None, name, same_start)
             tensors = f"{count} of {len(ranks[0].checksums)} tensors of rank {rank} are not those of rank 0"
             what = f"the ranks train different models: {cause}"
             yield finding("unsynchronised", what, at, f"after step {n} {tensors}, first {name}")
             return
 
 
-def _cause(rank: Rank, step: Site | None, name: str, same_start: bool) -> tuple[Site | None, str]:
+def _cause(trace: Trace, step: Site | None, name: str, same_start: bool) -> tuple[Site | None, str]:
     """Why gradients were not synchronised, as far as it was seen."""
+    rank = trace.ranks[0]
     ddp, fsdp = rank.first(events.DDPInit), rank.first(events.FSDPInit)
-    forwards = [f for f in rank.of(events.Forward) if f.training and f.syncs is not None]
     outside = next((s.not_wrapped for s in rank.of(events.Step) if s.not_wrapped), [])
-    if bypassed := rank.first(events.WrapperBypassed):
-        return bypassed.at, "the forward pass goes around DDP (through .module), which then synchronises nothing"
-    if ddp and not forwards:
-        return ddp.at, "the model was wrapped in DDP here, but the wrapper is never called"
-    if ddp and not any(f.syncs for f in forwards):
-        return (rank.first(events.NoSync) or forwards[0]).at, "every forward pass is under no_sync()"
+    if ddp and (found := _wrapper_without_effect(rank, ddp)):
+        return found
     if outside:
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
         return step, f"{outside[0]}{more} is trained, but outside of what DDP or FSDP synchronises"
@@ -66,7 +66,45 @@ def _cause(rank: Rank, step: Site | None, name: str, same_start: bool) -> tuple[
         return step, "they start from different weights, and nothing makes them equal"
     if not ddp and not fsdp and all(call.op in _NO_DATA for call in rank.of(events.Collective)):
         return step, "nothing synchronises gradients: no DDP, no FSDP, no collective"
+    missing = [{name for s in r.of(events.Step) for name in s.no_gradient_yet or ()} for r in trace.ranks]
+    if some := sorted(set[str].union(*missing) - set[str].intersection(*missing)):
+        return step, f"{some[0]} has a gradient on some of the ranks only, and the others leave it out"
     return step, f"{name} differs"
+
+
+def _wrapper_without_effect(rank: Rank, ddp: events.DDPInit) -> tuple[Site | None, str] | None:
+    """Why DDP synchronises nothing, or not what is used."""
+    forwards = [f for f in rank.of(events.Forward) if f.training and f.syncs is not None]
+    bypassed, region = rank.first(events.WrapperBypassed), rank.first(events.NoSync)
+    if bypassed and ".module" in source_line(bypassed.at):
+        return bypassed.at, "the forward pass goes around DDP (through .module), which then synchronises nothing"
+    if bypassed:
+        what = "the model is called here without its wrapper, which then synchronises nothing"
+        return bypassed.at, f"{what} (wrapped at {ddp.at})"
+    if not forwards:
+        return ddp.at, "the model was wrapped in DDP here, but the wrapper is never called"
+    if not any(f.syncs for f in forwards):
+        switch = line_with(rank.files, "require_backward_grad_sync")
+        if region is None and switch:
+            return switch, "require_backward_grad_sync is off in every forward pass"
+        return (region or forwards[0]).at, "every forward pass is under no_sync()"
+    several = [u.syncs for u in rank.updates if len(u.syncs) > 1]
+    if several and not any(syncs[-1] for syncs in several):
+        at = (region or next(f for f in forwards if not f.syncs)).at
+        what = (
+            f"the last of {len(several[0])} micro-batches is under no_sync(), which must be the one that synchronises"
+        )
+        return at, what
+    return None
+
+
+def _moved(rank: Rank) -> Iterator[Finding]:
+    for move in rank.of(events.MovedAfterWrapping):
+        if any(step.t > move.t for step in rank.of(events.Step)):
+            what = f"a model inside DDP is moved from {move.source} to {move.target}, and trained after that"
+            seen = "DDP has its hooks and buckets on the tensors from before: on a GPU nothing is synchronised any more"
+            yield finding("moved-after-wrapping", what, move.at, seen)
+            return
 
 
 def _schedule(trace: Trace) -> Iterator[Finding]:

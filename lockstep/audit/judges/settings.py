@@ -54,7 +54,9 @@ def _printing(trace: Trace) -> Iterator[Finding]:
     counts = [[s.prints for s in rank.steps] for rank in trace.ranks]
     if all(_nearly_always(sum(n > 0 for n in c), len(c)) for c in counts):
         seen = ", ".join(f"rank {n}: {sum(c)} lines" for n, c in enumerate(counts))
-        yield finding("all-ranks-log", "every rank prints in every step", trace.ranks[0].line(Print), seen)
+        steps, prints = trace.ranks[0].steps, trace.ranks[0].of(Print)
+        lines = Counter(line.at for line in prints if steps[0].t < line.t < steps[-1].t)
+        yield finding("all-ranks-log", "every rank prints in every step", lines.most_common(1)[0][0], seen)
 
 
 def _nearly_always(times: int, steps: int) -> bool:

@@ -58,6 +58,7 @@ def _event(context: Context, name: str, args: tuple[Any, ...], kwargs: dict[str,
     tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
     if name in SHAPED and tensor is not None:
         event.shape, event.dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        context.reduced += tensor.numel() if tensor.is_floating_point() else 0
     if name == "new_group":
         event.members = next((list(r) for r in (kwargs.get("ranks"), *args[:1]) if r is not None), None)
     root = next((kwargs[k] for k in _ROOTS if k in kwargs), None)

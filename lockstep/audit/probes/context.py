@@ -54,6 +54,7 @@ class WatchedOptimizer:
     backwards: int = 0  # backward passes since its last step
     stale: bool = False  # whether the gradients of its last step were not cleared
     recorded: int = -1  # the last step after which its weights were recorded
+    averages: int = 0  # how often its weights were recorded since all ranks seem to have averaged them
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -82,6 +83,7 @@ class Context:
             False  # from the first forward pass of training to the end of the loader's pass: there a wait costs
         )
         self.loss_is_scaled = False  # whether a gradient scaler multiplied the loss whose backward pass comes next
+        self.reduced = 0  # floating-point numbers that collectives of the script carried since the last step
         self.in_loader = 0
         self.batch: list[Tensor] = []  # the last batch of a loader
         self.prints = 0

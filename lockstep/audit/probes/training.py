@@ -2,7 +2,7 @@
 
 import zlib
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,13 @@ from .wrappers import Wrappers
 _ROWS = 8
 """Samples of a batch that are hashed when it goes into the model."""
 _MOST_NAMES = 20
+_MOST_AVERAGES = 4
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def install(context: Context) -> None:
     probe = Training(context, wrappers.install(context))
-    context.on_root.append(lambda root: context.before_forward(root, probe.before_forward))
+    context.on_root.append(probe.watch_root)
     context.on_pass_end.append(probe.checksum_last_steps)
     context.intercept(torch.autograd, "backward", probe.backward)
     context.intercept(torch.autograd, "grad", probe.grad)
@@ -48,16 +49,24 @@ class Training:
         self.no_gradient_yet: set[str] = set()  # parameters of optimizers that stepped which never had a gradient
         self.not_optimized: set[str] = set()
         self.ran: set[int] = set()  # modules that ran forward while training, and their parameters
+        self.roots: WeakSet[nn.Module] = WeakSet()
         self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # layers, as they were at first
         self.versions: list[tuple[str, Tensor, int]] = []
+        self.stepping: list[Optimizer] = []  # one that steps another, which holds a part of its parameters
         self.in_backward = False  # also in one within another, and where torch's functions call themselves under a mode
 
     # -- forward ----------------------------------------------------------------------------------------------------
+    def watch_root(self, module: nn.Module) -> None:
+        if module not in self.roots:
+            self.roots.add(module)
+            self.context.before_forward(module, self.before_forward)
+
     @never_raises
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Of a module that is no part of another: record what goes into it, and whether it stays unchanged."""
-        if self.context.hidden:
+        if self.context.hidden or self.wrappers.is_inside(module):
             return
+        self._record_averaged()
         training = self.context.in_loop = torch.is_grad_enabled() and module.training
         if not training:
             return
@@ -158,12 +167,14 @@ class Training:
         self.recorder.write(events.OptimizerInit(number))
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.stepping = [*self.stepping[: 0 if optimizer in self.stepping else None], optimizer]
         watched = self._watched(optimizer)
         if watched and watched.steps == 0:
             self._record_weights(watched)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched, context = self._watched(optimizer), self.context
+        self.stepping = self.stepping[:-1]
         if watched is None:
             return
         watched.steps += 1
@@ -172,7 +183,7 @@ class Training:
         step.unused_search_empty = self.wrappers.unused_search_empty()
         step.prints, step.waits = context.prints, list(context.waits)
         self._check_gradients(step, watched.parameters)
-        context.prints = 0
+        context.prints = context.reduced = 0
         context.waits.clear()
         watched.backwards, watched.stale = 0, True
         self.recorder.write(step)
@@ -186,10 +197,15 @@ class Training:
         """None if its step is not recorded: it is hidden, or only creates the state that a checkpoint is loaded into,
         which torch does by a step with learning rate 0."""
         watched = next((w for w in self.context.optimizers if w.optimizer is optimizer), None)
-        if watched is None or self.recorder.is_hidden:
+        if watched is None or self.recorder.is_hidden or self._is_part(watched):
             return None
         only_state = not watched.backwards and bool(rates := watched.rates) and not any(rates)
         return None if only_state else watched
+
+    def _is_part(self, watched: WatchedOptimizer) -> bool:
+        """Whether another optimizer that is in its step makes this one step for it, as ZeroRedundancyOptimizer does."""
+        outer = next((w for w in self.context.optimizers if w.optimizer is self.stepping[0]), watched)
+        return outer is not watched and {*map(id, watched.parameters)} <= {*map(id, outer.parameters)}
 
     @never_raises
     def _check_gradients(self, step: events.Step, mine: list[Tensor]) -> None:
@@ -215,14 +231,27 @@ class Training:
 
     def checksum_last_steps(self) -> None:
         """At the end of an epoch: record the weights once more, in case the script ends before the next sample."""
+        self._record_averaged()
         for watched in self.context.optimizers:
             if watched.steps and watched.recorded != watched.steps:
                 self._record_weights(watched)
 
-    def _record_weights(self, watched: WatchedOptimizer) -> None:
+    @never_raises
+    def _record_averaged(self) -> None:
+        """Record the weights again where the script may have averaged them since the last step."""
+        if not (carried := self.context.reduced):
+            return
+        self.context.reduced = 0
+        for watched in self.context.optimizers:
+            open_to_it = watched.steps and watched.averages < _MOST_AVERAGES and not watched.backwards
+            if open_to_it and carried >= 0.9 * sum(p.numel() for p in watched.parameters):
+                watched.averages += 1
+                self._record_weights(watched, averaged=True)
+
+    def _record_weights(self, watched: WatchedOptimizer, averaged: bool = False) -> None:
         watched.recorded = watched.steps
         checksums = self._checksums(watched.parameters) or {}
-        self.recorder.write(events.Weights(watched.number, watched.steps, checksums))
+        self.recorder.write(events.Weights(watched.number, watched.steps, checksums, averaged))
 
     @never_raises
     def _checksums(self, parameters: list[Tensor]) -> dict[str, int]:
