@@ -1,4 +1,4 @@
-"""Whether this machine can run as many processes as are asked for."""
+"""The cores of this machine, and whether they suffice for as many processes as are asked for."""
 
 import os
 import sys
@@ -7,9 +7,14 @@ FAR_BEYOND = 4
 """Processes per core above which the user is asked; up to 16 are started in any case."""
 
 
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def check_cores(nproc: int) -> None:
     """Warn of far more processes than cores; on a terminal ask, and raise a ValueError if the answer is no."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     if nproc <= max(16, FAR_BEYOND * cores):
         return
     text = f"lockstep: {nproc} processes on {cores} core(s): each needs its own memory, and they wait for one another"

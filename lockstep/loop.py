@@ -150,7 +150,8 @@ class Run:
         if self.registered.has_batch_norm() and batching.accumulation > global_batch // self.world.size:
             raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise batch_size")
         now = self.world.activity
-        now.step, now.phase = self.step, activity.FIRST_STEP
+        now.step = self.step
+        now.enter(activity.FIRST_STEP)
         with self.signals:
             while self.step < batching.n_steps:
                 try:
@@ -160,7 +161,8 @@ class Run:
                         self._count_step()
                     raise
                 self.end_step(at_end=self.step + 1 == batching.n_steps)
-        self.feed.micro, now.phase = None, activity.CLOSING
+        self.feed.micro = None
+        now.enter(activity.CLOSING)
 
     @property
     def rng(self) -> Rng:

@@ -8,7 +8,7 @@ from .files import replacing
 
 NOT_DRAWN = {
     "step", "time", "epoch", "watch_seconds", "epochs_proven", "skipped_steps", "checkpoint_pause_seconds",
-    "failed_outputs", "straggler", "straggler_lost_share",
+    "failed_outputs", "straggler", "straggler_lost_share", "data_wait_share",
 }  # fmt: skip
 """Values of metrics.jsonl that say nothing of the training."""
 _MAX_PANELS = 12
@@ -17,13 +17,17 @@ Series = dict[int, float | None]
 Points = dict[int, float]
 
 
-def read_metrics(path: Path) -> dict[str, Series]:
-    """Return the values of a metrics.jsonl by name; nothing if there is none, and no line that cannot be read."""
+def read_metrics(path: Path, everything: bool = False) -> dict[str, Series]:
+    """Return the values of a metrics.jsonl by name; nothing if there is none, and no line that cannot be read.
+
+    `everything`: also those that say nothing of the training.
+    """
+    left_out = {"step", "time"} if everything else NOT_DRAWN
     found: dict[str, Series] = {}
     for row in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
             line = json.loads(row)
-            values, step = ((name, value) for name, value in line.items() if name not in NOT_DRAWN), int(line["step"])
+            values, step = ((name, value) for name, value in line.items() if name not in left_out), int(line["step"])
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
         for name, value in values:

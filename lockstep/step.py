@@ -27,6 +27,7 @@ from .watch import Watch
 from .watch.draws import recording_draws
 from .watch.history import StepNumbers
 from .watch.spot import Schedule, SpotChecks
+from .watch.stragglers import StepTimes
 
 OUT_OF_MEMORY = 1000
 """A stop request more urgent than any signal's number."""
@@ -40,10 +41,10 @@ class TrainStep:
         setup: Setup,
         state: TrainState,
         watch: Watch,
-        on_gradients: Callable[[], None],
+        times: StepTimes,
         say: Callable[[str], None],
     ):
-        self.setup, self.state, self.watch, self.on_gradients, self.say = setup, state, watch, on_gradients, say
+        self.setup, self.state, self.watch, self.times, self.say = setup, state, watch, times, say
         self.world, self.precision, self.seed = setup.world, setup.precision, setup.config.data.seed
         batching = setup.batching
         costs = setup.recipe.sample_costs(setup.data)
@@ -70,7 +71,7 @@ class TrainStep:
         objective = Objective(setup.recipe.loss, self.state.model, self.seed)
         self.tiles = Tiles(self.state.model, sums, setup.batching.tiles or 1, self.world) if sums else None
         self.replica = Replica(objective, self.world, static_graph=not setup.compiled, tiles=self.tiles)
-        self.replica.buckets.on_ready = self.on_gradients
+        self.replica.buckets.on_ready = self.times.gradients_ready
         if self.world.size > 1:
             self._warm_up_ddp()
         if setup.compiled:
@@ -120,6 +121,8 @@ class TrainStep:
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None  # frees its memory
             return self._redo_with_smaller_micro_batches(stop_request)
+        if self.world.size > 1:
+            self.times.gradients_summed()
         history = self.state.history
         if history is not None:  # an exact run of one tile
             history.digest_gradients(step + 1)
@@ -188,6 +191,8 @@ class TrainStep:
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None
             return self._redo_with_smaller_micro_batches(stop_request)
+        if self.world.size > 1:
+            self.times.gradients_summed()
         if self.confirm():  # the step before was done again: these are the gradients of weights that were replaced
             finished = self._accumulate_again(step, batches)
         tiles.check_buffers()  # before spot checks, which would accuse a rank

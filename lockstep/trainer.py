@@ -6,7 +6,7 @@ outcome = trainer.fit()
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from .step import TrainStep
 from .stop_signals import StopSignals
 from .stream import Slice
 from .watch.history import discard_history
-from .watch.stragglers import StepTime, StepTimes, Stragglers
+from .watch.times import Times, TimeUse
 
 FP16_OVERFLOWS = 20
 """Skipped steps that do not count as bad in fp16: its scale starts too high and is halved by each of them."""
@@ -47,7 +47,7 @@ class Trainer:
         self.sampler = Sampler(
             self.evaluator, self.state.emas, self.folder, lambda text: self.trackers.status(text), self.say
         )
-        self.step_times, self.stragglers = StepTimes(world), Stragglers()
+        self.times = TimeUse(world, self.folder, self.resumed_step, self.config.data.num_workers)
         self.signals = StopSignals(self.say)
         self.stop_request = 0
         """Agreed by all ranks in every step: the number of a signal, OUT_OF_MEMORY, or 0."""
@@ -58,7 +58,7 @@ class Trainer:
         if world.is_main:
             self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", self.config.run.keep)
         with plain_errors():
-            self.step = TrainStep(self.setup, self.state, self.watch, self.step_times.gradients_ready, self.say)
+            self.step = TrainStep(self.setup, self.state, self.watch, self.times.steps, self.say)
         run_dir.notes.extend(self.step.unkeyed_draws)
 
     def train_step(self) -> None:
@@ -89,13 +89,15 @@ class Trainer:
                 if self.world.is_main:
                     self.checkpoints.wait()
                 self.trackers.close()
+                self.times.close()
                 if self.state.history is not None:
                     self.state.history.close()
 
     def _loop(self) -> Outcome:
         stopped_by, run, progress, n_steps = None, self.config.run, self.progress, self.setup.batching.n_steps
         self._logged_at, self._logged_step = time.perf_counter(), progress.step
-        self.world.activity.step, self.world.activity.phase = progress.step, activity.FIRST_STEP
+        self.world.activity.step = progress.step
+        self.world.activity.enter(activity.FIRST_STEP)
         self.model.train()
         with self.signals:
             if self.setup.run_dir.resumes_own_run:
@@ -108,9 +110,9 @@ class Trainer:
                     f"nothing to train: the run is at its last step, {progress.step:,}; --n_steps N makes it longer"
                 )
             while progress.step < n_steps and stopped_by is None:
-                self.step_times.start()
+                self.times.steps.start()
                 self.train_step()
-                self.step_times.finish()
+                self.times.steps.finish()
                 progress.step += 1
                 self.world.activity.finish_step(progress.step, self.world.device.type == "cuda")
                 at_end = progress.step == n_steps
@@ -187,7 +189,7 @@ class Trainer:
         now, step, batching = time.perf_counter(), self.progress.step, self.setup.batching
         lr = self.update.optimizer.param_groups[0]["lr"]
         scale = self.precision.scaler.scale.item() if self.precision.scaler else None
-        times = self.step_times.collect()
+        times = self.times.collect()
         self.check_ranks(
             times=times, lr=lr, scale=scale, weight_per_sample=f"{self.step.normalizer.weight_per_sample or 0:.9g}"
         )
@@ -203,9 +205,9 @@ class Trainer:
         }
         if self.setup.spot_check_every or self.watch.corruptions:
             values["corruptions"] = self.watch.corruptions
-        slow, note = self.stragglers.check(self.watch.step_times, now - self._logged_at)
-        self.trackers.log(step, values | slow)
-        if note:
+        measured, notes = self.times.record(step, self.watch.times, now - self._logged_at)
+        self.trackers.log(step, values | measured)
+        for note in notes:
             self.say(note)
         self._check_bad_steps()
         if self.world.is_main and (failure := self.checkpoints.failure()):
@@ -252,9 +254,7 @@ class Trainer:
             return f"could not be searched ({error})"
         return ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8) or "none"
 
-    def check_ranks(
-        self, everything: bool = False, times: Sequence[StepTime] = (), **facts: float | str | None
-    ) -> None:
+    def check_ranks(self, everything: bool = False, times: Times | None = None, **facts: float | str | None) -> None:
         """Raise OutOfLockstep unless the ranks agree in all tensors, in the samples used and in `facts`."""
         used, self.step.samples_used = self.step.samples_used, []
         for note in self.watch.check(self.progress.step, used, everything, times, **facts):
@@ -377,6 +377,7 @@ class Trainer:
                 self._export()
         if done:
             self._unless_stopped("the last samples and scores", partial(self._sample_and_score, at_end=True))
+        self.times.finish(self.progress.step)
         self.step.close()
         return Outcome(self.progress.step, self.folder, self.model, self.metrics, stopped_by, self.sample_files)
 

@@ -4,7 +4,7 @@ And all ranks see the same data.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from .data import DataWatch
 from .drift import checksums, differing
 from .ledger import Ledger, tally_epochs
 from .repair import affects_training, copy_tensors, find_sources
-from .stragglers import StepTime
+from .times import Times
 
 __all__ = ["OutOfLockstep", "Watch"]
 
@@ -41,28 +41,28 @@ class Watch:
         self.ledger, self.data = ledger, data
         self.seconds = 0.0
         """Time spent on checks so far."""
-        self.step_times: list[Sequence[StepTime]] = []
+        self.times: list[Times] = []
         """On rank 0: of each rank, the times that came with the last check."""
 
     def check(
-        self, step: int, used: list[Slice], everything: bool = False, times: Sequence[StepTime] = (), **facts: Any
+        self, step: int, used: list[Slice], everything: bool = False, times: Times | None = None, **facts: Any
     ) -> list[str]:
         """Raise OutOfLockstep on all ranks if they differ in `replicated` or `facts`, or a sample was not used once.
 
         Tensors that differ are healed, or only reported, where `on_corruption` says so. Now and then a sample's content
         is compared too; what is noticed without being an error is returned.
         `used`: the samples that went through this rank's model since the last check. `everything`: compare averages and
-        optimizer state too, which takes several times as long. `times`: for `step_times`.
+        optimizer state too, which takes several times as long. `times`: of this rank since the last check.
         """
         started = time.perf_counter()
         own = {
             "tensors": checksums(self.replicated(everything)),
             "facts": {"step": step, **facts},
             "used": tally_epochs(used),
-            "times": list(times),
+            "times": times or Times(),
         }
         ranks = self.world.gather(own)
-        self.step_times = [rank["times"] for rank in ranks]
+        self.times = [rank["times"] for rank in ranks]
         verdict = (self._problems(step, ranks), self.data.choose(step)) if self.world.is_main else None
         (disagreement, drift, misuse), places = self.world.broadcast(verdict)
         if disagreement:

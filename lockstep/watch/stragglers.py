@@ -8,6 +8,7 @@ of a loss, SyncBatchNorm) is left out on a CPU; on a GPU it hides a slow rank, e
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -27,16 +28,23 @@ class StepTime(NamedTuple):
     own: float
     data: float
     """Of these, waiting for the loader."""
+    communication: float = 0.0
+    """Summing gradients, as far as it is not hidden behind the backward pass; waiting for slower ranks."""
+    update: float = 0.0
+    """What comes after: optimizer, schedule, averages."""
 
 
 class StepTimes:
-    """This rank's own time in each step since the last log."""
+    """This rank's times in each step since the last log."""
 
     def __init__(self, world: World):
         self.activity, self.on_gpu = world.activity, world.device.type == "cuda" and world.size > 1
         self._times: list[StepTime] = []
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._started = self._ready = time.perf_counter()
+        self._events: list[list[torch.cuda.Event]] = []
+        """Of each step: its start, gradients ready, gradients summed, its end."""
+        self._started = 0.0
+        self._ready: float | None = None
+        self._summed: float | None = None
         self._data = self._waited = 0.0
         """Time spent waiting for data and in collectives, when the step started."""
         self._waited_at_ready = 0.0
@@ -44,9 +52,10 @@ class StepTimes:
     def start(self) -> None:
         """Mark the start of a step."""
         self._started, self._data = time.perf_counter(), self.activity.data_seconds
+        self._ready = self._summed = None
         self._waited = self._waited_at_ready = self.activity.wait_seconds
         if self.on_gpu:
-            timed = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            timed = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
             for event in timed:
                 event.record()
             self._events.append(timed)
@@ -58,18 +67,34 @@ class StepTimes:
         if self._events:
             self._events[-1][1].record()
 
+    def gradients_summed(self) -> None:
+        """Mark that the gradients of all ranks have been added up."""
+        self._summed = time.perf_counter()
+        if self._events:
+            self._events[-1][2].record()
+
     def finish(self) -> None:
         """Add up the step that has just ended."""
-        own = self._ready - self._started - (self._waited_at_ready - self._waited)
-        self._times.append(StepTime(own, self.activity.data_seconds - self._data))
+        now = time.perf_counter()
+        ready = now if self._ready is None else self._ready
+        summed = ready if self._summed is None else max(ready, self._summed)
+        waited = self._waited_at_ready - self._waited
+        own = ready - self._started - waited
+        data = self.activity.data_seconds - self._data
+        self._times.append(StepTime(own, data, summed - ready + waited, now - summed))
+        if self._events:
+            self._events[-1][3].record()
 
     def collect(self) -> list[StepTime]:
         """Return the times since the last call; the GPU must have finished the steps."""
         times, events, self._times, self._events = self._times, self._events, [], []
         if not self.on_gpu:
             return times
-        own = [start.elapsed_time(ready) / 1000 for start, ready in events]
-        return [StepTime(seconds, host.data) for seconds, host in zip(own, times, strict=True)]
+        found = []
+        for marks, host in zip(events, times, strict=True):
+            own, communication, update = (a.elapsed_time(b) / 1000 for a, b in pairwise(marks))
+            found.append(StepTime(own, host.data, max(0.0, communication), max(0.0, update)))
+        return found
 
 
 @dataclass(frozen=True)
@@ -100,7 +125,7 @@ def find_straggler(ranks: Sequence[Sequence[StepTime]], seconds: float) -> Strag
         return None
     typical = [StepTime(median(t.own for t in times), median(t.data for t in times)) for times in ranks]
     found = max((_compare(typical, rank) for rank in range(len(ranks))), key=lambda s: s.seconds)
-    share = min(1.0, found.seconds * len(ranks[0]) / seconds)
+    share = min(1.0, found.seconds * len(ranks[0]) / max(seconds, 1e-9))
     if found.seconds <= SLOWER * found.others or share < LOST:
         return None
     return Straggler(found.rank, found.seconds, found.others, share, found.by_data)
