@@ -253,6 +253,8 @@ class Run:
     """Write TensorBoard events."""
     curves: bool = True
     """Draw curves.png from metrics.jsonl at the end."""
+    report: bool = True
+    """Write report.html at the end: curves, where the time went, samples, checks."""
     logdir: str | None = None
     """Where TensorBoard events go; by default tensorboard/ in the run's folder."""
     use_wandb: bool = False

@@ -115,6 +115,27 @@ class BisectFlags:
 
 
 @dataclass
+class TopFlags:
+    """How often to look."""
+
+    every: float = 2.0
+    """Seconds between two looks."""
+    once: bool = False
+    """Print the state of this moment, and exit: with 0 if the run is running, else with 1."""
+
+    def __post_init__(self) -> None:
+        check(self.every >= 0.1, "every is at least 0.1 seconds", self.every)
+
+
+@dataclass
+class ReportFlags:
+    """What to write."""
+
+    out: str | None = None
+    """The HTML file; by default report.html in the folder of the first run."""
+
+
+@dataclass
 class Audit:
     """What to watch, and for how long. Then comes the script with its own flags, or -m and a module."""
 

@@ -64,6 +64,7 @@ def make_receipt(setup: Setup, state: TrainState, data: dict[str, list[str]]) ->
         "spec": spec_of(request.recipe),
         "global_batch": setup.batching.global_batch,
         "tiles": setup.batching.tiles,
+        "n_steps": setup.batching.n_steps,
         "launch_ids": run_dir.launch_ids,
         "launches": launches_of(
             before, launch_facts(setup.world, request, state.progress.step, run_dir.resume_from, data)

@@ -158,6 +158,12 @@ def newest_run(runs: Path) -> Path | None:
     return max(found, key=lambda p: p.stat().st_mtime) if found else None
 
 
+def newest_of_all() -> Path | None:
+    """Return the run that was started last, of any recipe."""
+    receipts = sorted(RUNS.glob("*/*/receipt.json"), key=lambda path: path.stat().st_mtime)
+    return receipts[-1].parent if receipts else None
+
+
 def run_folder(path: Path) -> Path:
     """Return the folder of the run that `path` is, or is a part of."""
     found = checkpoint.resolve(path)

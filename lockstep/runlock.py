@@ -97,6 +97,16 @@ class RunLock:
                     os.utime(self.path)
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether a run that is still going on holds the lock of a folder."""
+    lock = RunLock(folder)
+    if (holder := lock._holder()) is None:
+        return False
+    if (running := is_running(holder)) is not None:
+        return running
+    return time.time() - lock._touched() / 1e9 < STALE_SECONDS
+
+
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Let one process at a time create or replace a lock; file systems without flock do without."""

@@ -206,6 +206,20 @@ class Curves(Tracker):
         draw({k: {label: series[n] for label, n in v.items()} for k, v in lines.items()}, self._folder / "curves.png")
 
 
+class Report(Tracker):
+    """When all is over, `report.html`: the page that `lockstep report` writes."""
+
+    def __init__(self, folder: Path, same_in_validation: Callable[[str], bool]):
+        self._folder, self._same = folder, same_in_validation
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None:
+        from .report.html import write_page  # its libraries are needed once, at the end
+
+        write_page([self._folder], self._folder / "report.html", self._same)
+
+
 class TensorBoard(Tracker):
     """Event files in `folder`. With `resume_step`, TensorBoard hides what earlier files hold of later steps."""
 
@@ -362,6 +376,8 @@ def for_run(
     }
     if run.curves:
         makers["curves.png"] = lambda: Curves(folder, same_in_validation)
+    if run.report:
+        makers["report.html"] = lambda: Report(folder, same_in_validation)
     if run.tensorboard:
         events = Path(run.logdir) if run.logdir else folder / "tensorboard"
         makers["TensorBoard"] = lambda: TensorBoard(events, resumed)

@@ -58,6 +58,17 @@ COMMANDS = {
         "RUN --step N [--samples]", "redo one step of a run, and see its samples", ".options:ReplayFlags"
     ),
     "bisect": Command("RUN_A RUN_B [flags]", "compare two runs: where they part, and why", ".options:BisectFlags"),
+    "report": Command(
+        "RUN [RUN ...] [--out FILE]",
+        "one HTML page about a run: curves, where the time went, samples, checks",
+        ".options:ReportFlags",
+        "With several runs, their curves and settings stand side by side.",
+    ),
+    "top": Command(
+        "[RUN]",
+        "all ranks of a running job, live; by default of the run that was started last",
+        ".options:TopFlags",
+    ),
     "audit": Command(
         "SCRIPT [flags]",
         "find the silent distributed bugs of any training script",

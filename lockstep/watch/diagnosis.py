@@ -30,6 +30,12 @@ class RankState:
     on_gpu: bool = False
     process: dict[str, Any] = field(default_factory=dict)
     """Host, process id and start time; see `runlock.this_process`."""
+    data_seconds: float = 0.0
+    """Time spent so far in waiting for the loader."""
+    memory: int = 0
+    memory_total: int = 0
+    utilization: int | None = None
+    """Of its device; see `live.DeviceLoad`."""
     stack: list[Line] = field(default_factory=list)
     """Of its training thread; these and the rest are published only when a hang is reported."""
     threads: str = ""

@@ -18,8 +18,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,9 +32,12 @@ from ..runlock import is_running, this_process
 from .board import Board
 from .diagnosis import RankState, diagnose, report
 from .idle import IdleClock
+from .live import device_load, remove_live, write_live
 from .stacks import Line, all_stacks, own_line, stack_of, waits_in
 
 FILE = "hang.txt"
+_LOOK_EVERY = 2.0
+"""Seconds between two looks at the rank's activity, at most."""
 _ANSWER = 5.0
 """Seconds that ranks have to send their stacks."""
 
@@ -54,7 +58,7 @@ class HangWatch:
         self._thread = threading.Thread(target=self._run, name="lockstep-hang-watch", daemon=True)
 
     def __enter__(self) -> "HangWatch":
-        self.world.activity.phase = activity.START_UP
+        self.world.activity.enter(activity.START_UP)
         self._watched = threading.get_ident()
         self._board = Board(self.world.store, self.world.size) if self.world.size > 1 else None
         if self.hang_timeout:
@@ -65,10 +69,12 @@ class HangWatch:
         self._left.set()
         if self._thread.is_alive():
             self._thread.join(5)
+        if self.world.is_main and self.world.folder != Path():
+            remove_live(self.world.folder)
 
     @property
     def _pause(self) -> float:
-        calm = min(5.0, max(0.1, self.hang_timeout / 20))
+        calm = min(_LOOK_EVERY, max(0.1, self.hang_timeout / 20))
         return min(1.0, calm) if self._is_suspicious else calm
 
     @property
@@ -86,7 +92,9 @@ class HangWatch:
                 self._clock.tick(elapsed)
                 self._look(elapsed)
         if self._board is not None:
-            self._board.post(RankState(self.world.rank, done=True))
+            self._board.post(
+                RankState(self.world.rank, done=True, phase=activity.CLOSING, step=self.world.activity.step)
+            )
 
     @contextmanager
     def _dump_on_signal(self) -> Iterator[None]:
@@ -110,23 +118,31 @@ class HangWatch:
         """Publish the state of this rank, and report a hang if there is one."""
         own = self._own_state()
         if self._board is None:
+            self._publish([own])
             if own.limit is not None and own.idle >= own.limit:
                 self._end([self._with_stacks(own)])
             return
         self._board.post(own)
+        states = self._board.read() if self.world.is_main or self._is_suspicious else {}
+        if self.world.is_main:
+            self._publish((states | {own.rank: own}).values())
         if not self._is_suspicious:
             self._unchanged.clear()
             self._store_silent = 0.0
             return
         if self._board.is_announced("hang"):
             self._answer(own)
-        states = self._board.read()
         self._store_silent = 0.0 if self._board.answers else self._store_silent + elapsed
         if self._store_silent >= self.hang_timeout / 2 and own.limit is not None and own.idle >= own.limit:
             report_cut_off(f"has not answered for {self._store_silent:.0f} s")
             self._end([self._with_stacks(own)])
         if self._board.answers:
             self._judge(own, states, elapsed)
+
+    def _publish(self, states: Iterable[RankState]) -> None:
+        """Write what `lockstep top` shows, once the run has a folder."""
+        if self.world.folder != Path():
+            write_live(self.world.folder, states)
 
     def _own_state(self) -> RankState:
         """Return the state of this rank; whether it waits for others is looked up only when it makes no progress."""
@@ -135,7 +151,8 @@ class HangWatch:
         waits = found is not None and found[0] != "backward"
         return RankState(
             self.world.rank, self._beat, self._clock.idle, self._clock.limit(waits), waits, False, now.phase, now.step,
-            now.loads_data, self.world.device.type == "cuda", self._process,
+            now.loads_data, self.world.device.type == "cuda", self._process, now.data_seconds,
+            **asdict(device_load(self.world.device)),
         )  # fmt: skip
 
     def _with_stacks(self, state: RankState) -> RankState:
