@@ -92,10 +92,8 @@ def _exit(error: BaseException) -> NoReturn:
                 raise distributed.RunFailed(error.code)
             return error.code or 0
         if isinstance(error, Exception) and not _is_own(error):
-            failed = distributed.RunFailed(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}")
             script = error.__traceback__.tb_next if error.__traceback__ else None  # without the line of `world`
-            failed.details = "".join(traceback.format_exception(type(error), error, script))
-            raise failed
+            raise distributed.RunFailed.of(error, script)
         raise error
 
     exit_with(end)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -49,7 +51,15 @@ class RunFailed(RuntimeError):
     """The run cannot continue, on any rank; the message says why."""
 
     details = ""
-    """A traceback, where the cause is in a recipe's code."""
+    """A traceback, where the cause is in the user's code."""
+
+    @classmethod
+    def of(cls, error: BaseException, behind: TracebackType | None) -> "RunFailed":
+        """Return the failure of this rank by an error of the user's code, whose traceback is `behind`."""
+        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        failed = cls(f"{rank}{type(error).__name__}: {error}")
+        failed.details = "".join(traceback.format_exception(type(error), error, behind))
+        return failed
 
 
 @dataclass
@@ -265,7 +275,7 @@ def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None
     missing = [name for name in ENVIRONMENT if name not in os.environ and name != "LOCAL_RANK"]
     if missing:
         raise ValueError(f"RANK or WORLD_SIZE is set but not {', '.join(missing)}; torchrun sets them all")
-    _start_agent_monitor()
+    start_agent_monitor()
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank or 0))
     own_device = pick_device(device, local_rank)
     on_gpu, limit = own_device.type == "cuda", timedelta(seconds=timeout)
@@ -280,9 +290,7 @@ def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None
         )  # fmt: skip
         cpu_group = dist.new_group(backend="gloo", timeout=limit) if size > 1 else None
     if size > 1:
-        global _failures
-        _failures = store
-        _start_failure_monitor(store.clone(), timeout)  # type: ignore[attr-defined]
+        follow_failures(store, timeout)
     return World(rank, size, local_rank, own_device, "nccl" if on_gpu else "gloo", cpu_group, store)
 
 
@@ -309,7 +317,7 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _start_agent_monitor(period: float = 1.0) -> None:
+def start_agent_monitor(period: float = 1.0) -> None:
     """Start a thread that requests a stop when the agent that started this process is gone.
 
     Nothing would ever stop or restart this process, and its store is gone too. During start-up SIGTERM ends it at once.
@@ -351,11 +359,13 @@ def _launcher() -> int | None:
     return int(pid) if pid and run == os.environ.get("TORCHELASTIC_RUN_ID") else None
 
 
-def _start_failure_monitor(store: dist.Store, timeout: float, period: float = 1.0, grace: float = 5.0) -> None:
+def follow_failures(store: dist.Store, timeout: float, period: float = 1.0, grace: float = 5.0) -> None:
     """Start a thread that exits this process when another rank has failed: the main thread may hang in a collective.
 
     It exits too when the store has not answered for `timeout` seconds.
     """
+    global _failures
+    _failures, store = store, store.clone()  # type: ignore[attr-defined]
 
     def monitor() -> None:
         pause, unreachable = threading.Event(), 0

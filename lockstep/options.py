@@ -163,3 +163,27 @@ class Audit:
     def __post_init__(self) -> None:
         for name, least in (("nproc", 1), ("steps", 0), ("patience", 0.1), ("limit", 1)):
             check(getattr(self, name) >= least, f"{name} is at least {least}", getattr(self, name))
+
+
+@dataclass
+class RunScript:
+    """How many ranks, and what is watched. Then comes the script with its own flags, or -m and a module."""
+
+    nproc: str = "1"
+    """Ranks to start on this machine: a number, or `auto` for one on each visible GPU."""
+    max_restarts: int = 0
+    """Times that all ranks are started again after one has failed; the script resumes from its own checkpoint."""
+    hang_timeout: float = 300.0
+    """Seconds without progress on any rank after which the stacks of all ranks are reported and the ranks end; 0:
+    never."""
+    check_every: int = 50
+    """Optimizer steps between two comparisons of the weights of all ranks; 0: they are not compared."""
+    on_corruption: Literal["stop", "warn"] = "stop"
+    """What happens when the ranks no longer hold the same weights."""
+    grace: int = 120
+    """Seconds that the script has to end by itself after Ctrl-C or SIGTERM."""
+
+    def __post_init__(self) -> None:
+        Hardware(nproc=self.nproc)  # checks it
+        for name in ("max_restarts", "hang_timeout", "check_every", "grace"):
+            check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))

@@ -69,6 +69,12 @@ COMMANDS = {
         "all ranks of a running job, live; by default of the run that was started last",
         ".options:TopFlags",
     ),
+    "run": Command(
+        "[--nproc N] SCRIPT [flags]",
+        "run a training script as it is: torchrun, with a watch for hangs and for weights that differ",
+        ".options:RunScript",
+        "Flags of lockstep run come before SCRIPT (or -m MODULE), those of the script after it.",
+    ),
     "audit": Command(
         "SCRIPT [flags]",
         "find the silent distributed bugs of any training script",
@@ -95,7 +101,7 @@ def help_text() -> str:
 
 def asks_for_help(name: str, words: list[str]) -> bool:
     """Return whether the general help of a command is asked for, rather than that of a recipe or an audited script."""
-    if name == "audit":
+    if name in ("audit", "run"):
         return words[:1] != [] and words[0] in HELP
     named = any(not word.startswith("-") for word in words)
     return any(word in HELP for word in words) and not (named and name in _OF_RECIPE)

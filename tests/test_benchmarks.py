@@ -59,6 +59,13 @@ def test_chaos_ends_with_the_bits_of_the_undisturbed_run_and_goes_on_from_its_st
     assert printed("chaos.py", "--faults", "1", *flags) == first
 
 
+def test_companion_prints_what_a_script_pays() -> None:
+    step, hooks, comparison = printed("companion.py", "--width", "8", "--steps", "1").splitlines()
+    assert re.fullmatch(r"a step: [\d.]+ ms, [\d,]+ parameters in 48 tensors", step)
+    assert re.match(r"hooks: -?[\d.]+ % of a step", hooks)
+    assert re.fullmatch(r"a comparison every 50 steps: [\d.]+ % \(claimed: below 0.5 %\)", comparison)
+
+
 def test_every_benchmark_has_a_test_here() -> None:
     for path in BENCHMARKS.glob("*.py"):
         assert f'printed("{path.name}"' in Path(__file__).read_text(), path.name

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -43,13 +43,19 @@ _ANSWER = 5.0
 
 
 class HangWatch:
-    """Watches the thread that enters it, until it leaves. `ends_process`: exit after the report."""
+    """Watches the thread that enters it, until it leaves. `ends_process`: exit after the report.
 
-    def __init__(self, world: World, folder: Path, hang_timeout: float, timeout: float, ends_process: bool = True):
+    `busy`: see `IdleClock`.
+    """
+
+    def __init__(
+        self, world: World, folder: Path, hang_timeout: float, timeout: float, ends_process: bool = True,
+        busy: Callable[[float], bool] = lambda _: False,
+    ):  # fmt: skip
         self.world, self.ends_process = world, ends_process
         world.folder = folder
         self.hang_timeout, self.timeout = hang_timeout, timeout
-        self._clock = IdleClock(world.activity, hang_timeout)
+        self._clock = IdleClock(world.activity, hang_timeout, busy)
         self._process = this_process()
         self._beat, self._store_silent = 0, 0.0
         self._unchanged: dict[int, tuple[int, float]] = {}
@@ -234,8 +240,10 @@ class HangWatch:
         sys.stderr.write(f"lockstep: {summary}\n    all stacks are in {self.world.folder / FILE}\n")
         sys.stderr.flush()
         for name, text in (("log.txt", f"{now} {summary}\n"), (FILE, f"{now} {summary}\n\n{stacks}\n")):
-            with suppress(OSError), (self.world.folder / name).open("a") as file:
-                file.write(text)
+            path = self.world.folder / name
+            if name == FILE or path.exists():  # a script's folder has no log
+                with suppress(OSError), path.open("a") as file:
+                    file.write(text)
 
 
 def _exit() -> NoReturn:

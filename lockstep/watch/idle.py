@@ -1,5 +1,6 @@
 """How long this rank has made no progress, and how long its phase may take."""
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from .. import activity
@@ -17,6 +18,8 @@ FACTORS: dict[str, float | None] = {
     activity.CLOSING: None,
 }
 """The limit of each phase, in multiples of --hang_timeout; None: no limit, as long as no other rank waits."""
+BUSY = 0.1
+"""How fast time without progress is counted while this rank is seen to compute."""
 LONGEST = 3
 """A phase may take this many times the longest time without progress that it has had before."""
 
@@ -24,8 +27,9 @@ LONGEST = 3
 class IdleClock:
     """Seconds without progress. Time in which the process was stopped or the machine asleep does not count."""
 
-    def __init__(self, activity: Activity, hang_timeout: float):
-        self.activity, self.hang_timeout = activity, hang_timeout
+    def __init__(self, activity: Activity, hang_timeout: float, busy: Callable[[float], bool] = lambda _: False):
+        """`busy(seconds)`: whether this rank has computed for most of them, which in a script leaves no mark."""
+        self.activity, self.hang_timeout, self.busy = activity, hang_timeout, busy
         self.idle = 0.0
         self._marks, self._phase = activity.marks, activity.phase
         self._longest: dict[str, float] = {}
@@ -38,7 +42,7 @@ class IdleClock:
         elif is_compiling():
             self.idle = 0.0
         else:
-            self.idle += elapsed
+            self.idle += elapsed * (BUSY if self.busy(elapsed) else 1)
         self._marks, self._phase = self.activity.marks, self.activity.phase
 
     def _device_has_finished_steps(self) -> bool:

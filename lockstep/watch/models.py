@@ -1,16 +1,22 @@
 """The models of a script that says nothing about them: found among all objects, with names for their parameters."""
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import count
 
 from torch import Tensor, nn
 
+from ..parallel import is_wrapped
+
+
+def _modules() -> list[nn.Module]:
+    return [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]  # isinstance asks proxies for their class
+
 
 def root_modules() -> list[nn.Module]:
     """Return the modules that have parameters and are no part of another, found among all objects."""
-    # not isinstance, which asks proxies for their class
-    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    modules = _modules()
     children = {id(child) for m in modules for child in m.children()}
     return [m for m in modules if id(m) not in children and next(m.parameters(), None) is not None]
 
@@ -41,3 +47,16 @@ def replicated(tensor: Tensor) -> Tensor | None:
     if tensor.is_sparse:
         return tensor.detach().coalesce().values()
     return tensor.int_repr() if tensor.is_quantized else tensor
+
+
+def held_by_ddp(world_size: int) -> set[int]:
+    """Return the ids of the parameters that DDP keeps equal on all ranks."""
+    held = (m for m in _modules() if is_wrapped(m) and m.process_group.size() == world_size)  # type: ignore[operator]
+    return {id(parameter) for module in held for parameter in module.parameters()}
+
+
+def sharded_parameters() -> set[int]:
+    """Return the ids of the parameters in FSDP of the first version, whose shards are plain tensors."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = (fsdp.FullyShardedDataParallel,) if fsdp is not None else ()
+    return {id(parameter) for m in _modules() if issubclass(type(m), kinds) for parameter in m.parameters()}

@@ -14,6 +14,8 @@ import torch
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _WORLD = str(Path(__file__).parents[1] / "distributed.py")
+_HOOKS = str(Path(__file__).parents[1] / "companion.py")
+"""Wraps the loaders of scripts: what it calls is called by the script."""
 _COMPILER = ("_dynamo/convert_frame.py", "_inductor/graph.py", "_inductor/async_compile.py", "_inductor/codecache.py")
 """Files of torch that are on a stack while it compiles, and not when compiled code runs."""
 
@@ -92,4 +94,4 @@ def own_line(stack: list[Line]) -> Line:
 def _is_library(file: str) -> bool:
     paths = sysconfig.get_paths()
     folders = tuple({paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], _TORCH, "<"})
-    return file.startswith(folders) and not file.startswith(_PACKAGE)
+    return file == _HOOKS or (file.startswith(folders) and not file.startswith(_PACKAGE))
