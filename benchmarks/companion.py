@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> int:
     step = statistics.median(plain)
     store = loopback_store(LOOPBACK, 0, timedelta(seconds=60))
     replicas = Replicas(World(store=store), "stop", print)
-    compare = statistics.median(seconds(lambda n=n: replicas.start(n, parameters)) for n in range(10))
+    compare = statistics.median(seconds(partial(replicas.start, n, parameters)) for n in range(10))
     replicas.finish()
     hooks_share = statistics.median(hooked) / step - 1
     share = compare / RunScript().check_every / step

@@ -161,7 +161,7 @@ class ScriptWatch:
         """Return whether this rank has used a processor in the last seconds, and not to wait for its GPU."""
         now = self.world.activity
         if now.phase == activity.START_UP and dist.is_available() and dist.is_initialized():
-            now.phase = activity.FIRST_STEP
+            now.enter(activity.FIRST_STEP)
         before, self._cpu_seconds = self._cpu_seconds, _cpu_seconds()
         if self._cpu_seconds - before < _BUSY * elapsed:
             return False

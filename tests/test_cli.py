@@ -20,15 +20,16 @@ def test_every_file_of_commands_is_in_the_table_and_can_be_run() -> None:
         assert callable(importlib.import_module(f"lockstep.commands.{name}").run)
 
 
-def test_help_names_every_command_and_readme_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command_and_a_page_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["--help"])
     shown = capsys.readouterr().out
     assert end.value.code == 0
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    root = Path(__file__).parents[1]
+    pages = "".join(page.read_text() for page in (root / "README.md", *(root / "docs").glob("*.md")))
     for name, command in cli.COMMANDS.items():
         assert f"lockstep {name}" in shown and command.summary in shown
-        assert f"lockstep {name}" in readme or name == "recipes"
+        assert f"lockstep {name}" in pages or name == "recipes"
 
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
