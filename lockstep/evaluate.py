@@ -4,6 +4,7 @@ Rank r takes its contiguous share of the set, no sample twice and none left out,
 world: sums are integers or float64, added up once at the end.
 """
 
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -85,6 +86,23 @@ class Evaluator:
     report_progress: ReportProgress = lambda done, total: None
     stop_requested: Callable[[], bool] = lambda: False
     """Asked before each batch; True on any rank ends the work on all of them with EvaluationStopped."""
+
+    @contextmanager
+    def shown(self, title: str, show: Callable[[str], None], after: float = 0.0) -> Iterator[None]:
+        """Show the title and how many samples are done, from `after` seconds on."""
+        started, before = time.monotonic(), self.report_progress
+
+        def show_progress(done: int, total: int) -> None:
+            if time.monotonic() - started >= after:
+                show(f"{title}: {done} of {total}")
+
+        if not after:
+            show(title)
+        self.report_progress = show_progress
+        try:
+            yield
+        finally:
+            self.report_progress = before
 
     def evaluate(
         self, dataset: Any, batch_size: int, limit: int | None = None, testing: bool = False

@@ -8,8 +8,8 @@ What a run made before it was killed is found by these names and not made again.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Sampler:
         if existing := world.broadcast(self._existing(stem) if world.is_main else None):
             return [path for path in existing if world.is_main]
         try:
-            with self._shown(title):
+            with self.evaluator.shown(title, self.show_status):
                 samples = self.evaluator.generate(settings.pop("n"), settings)
         except EvaluationFailed as error:
             self._fail(f"{title} could not be generated: {error}")
@@ -94,7 +94,7 @@ class Sampler:
         if world.broadcast(world.is_main and self._score_file(step).is_file()):
             return {}, None
         model, averaged = self.evaluator.model, self.emas[0].applied() if self.emas else nullcontext()
-        shown = self._shown(f"step {step}: scoring samples")
+        shown = self.evaluator.shown(f"step {step}: scoring samples", self.show_status)
         try:
             with shown, averaged, eval_mode(model), self.evaluator.autocast, torch.no_grad():
                 values, note = recipe.score(model, self.evaluator.sum_over_ranks, self.run_folder)
@@ -124,14 +124,3 @@ class Sampler:
             if number.isdigit() and int(number) > step and path.is_file():
                 with suppress(OSError):
                     path.unlink()
-
-    @contextmanager
-    def _shown(self, title: str) -> Iterator[None]:
-        """Show the title and how many samples are done."""
-        self.show_status(title)
-        before = self.evaluator.report_progress
-        self.evaluator.report_progress = lambda done, total: self.show_status(f"{title}: {done} of {total}")
-        try:
-            yield
-        finally:
-            self.evaluator.report_progress = before

@@ -86,10 +86,12 @@ class Console(Tracker):
         terminal: bool | None = None,
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        load: Callable[[], str] = str,
     ):
+        """`load()`: how busy the device is, in a few characters."""
         if terminal is None:  # rich would take FORCE_COLOR for a terminal too, and fill a log file with bars
             terminal = (file or sys.stdout).isatty() and os.environ.get("TERM") != "dumb"
-        self._step, self._total, self._clock = start, total, clock
+        self._step, self._total, self._clock, self._load = start, total, clock, load
         self._status, self._status_at = "", -math.inf
         self._marks, self._shown = [(start, clock())], dict[str, float]()  # marks: at the start, first log, latest log
         self._screen = Screen(file=file, force_terminal=terminal)
@@ -101,7 +103,8 @@ class Console(Tracker):
             self._marks = [*self._marks[:2], (step, self._clock())]
         self._shown = self._shown | dict(values)  # replaced, not changed: the drawing thread may be reading it
         if self._live is None and (numbers := _numbers(values)):
-            self.message("  ".join(filter(None, [f"step {step}/{self._total}", *numbers, self._left(step)])))
+            shown = [f"step {step}/{self._total}", *numbers, self._load(), self._left(step)]
+            self.message("  ".join(filter(None, shown)))
 
     def message(self, text: str) -> None:
         self._screen.print(Text(printable(text)), soft_wrap=True)
@@ -146,7 +149,10 @@ class Console(Tracker):
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         position, percent = f"step {step}/{self._total}", f"{100 * step // total}%  {self._left(step)}"
         bar.add_row(position, ProgressBar(total=total, completed=step), percent)
-        return rich.console.Group(bar, Text(printable(self._status) or "  ".join(_numbers(self._shown))))
+        return rich.console.Group(bar, Text(printable(self._status) or "  ".join(self._values())))
+
+    def _values(self) -> list[str]:
+        return [text for text in (*_numbers(self._shown), self._load()) if text]
 
 
 def _numbers(values: Mapping[str, float]) -> list[str]:

@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from . import activity, checkpoint, trackers
+from .bad_steps import BadSteps
 from .distributed import World
-from .evaluate import EvaluationFailed, EvaluationStopped, Evaluator, check_metric, unknown_metric
+from .evaluate import EvaluationStopped, Evaluator, check_metric, unknown_metric
 from .exact import plain_errors
 from .flags import Request
-from .outcome import Diverged, NotSaved, Outcome
+from .outcome import NotSaved, Outcome
 from .receipt import make_receipt
 from .recipe import Evaluates, Scores
 from .rundir import RunDir
@@ -24,12 +25,9 @@ from .sampling import Sampler
 from .setup import prepare
 from .step import TrainStep
 from .stop_signals import StopSignals
-from .stream import Slice
 from .watch.history import discard_history
+from .watch.live import load_text
 from .watch.times import Times, TimeUse
-
-FP16_OVERFLOWS = 20
-"""Skipped steps that do not count as bad in fp16: its scale starts too high and is halved by each of them."""
 
 
 class Trainer:
@@ -51,7 +49,7 @@ class Trainer:
         self.signals = StopSignals(self.say)
         self.stop_request = 0
         """Agreed by all ranks in every step: the number of a signal, OUT_OF_MEMORY, or 0."""
-        self.bad_samples_searched = False
+        self.bad_steps = BadSteps(self.update, self.config.optim, self.evaluator, self.setup.data, self.folder)
         self.metrics: dict[str, float] = {}
         self.sample_files: tuple[Path, ...] = ()
         self.trackers = trackers.Trackers({})
@@ -109,6 +107,8 @@ class Trainer:
                 self.say(
                     f"nothing to train: the run is at its last step, {progress.step:,}; --n_steps N makes it longer"
                 )
+            if self.setup.compiled:
+                self.trackers.status("compiling the model: the first step takes longer than the others")
             while progress.step < n_steps and stopped_by is None:
                 self.times.steps.start()
                 self.train_step()
@@ -157,7 +157,7 @@ class Trainer:
             raise ValueError(f"cannot write to {self.folder}: {error.strerror}; choose another --out") from None
         receipt.show()
         resumed = step if started_before else None
-        console = trackers.Console(self.setup.batching.n_steps, step)
+        console = trackers.Console(self.setup.batching.n_steps, step, load=partial(load_text, self.world.device))
         self.trackers = trackers.Trackers({"the console": lambda: console})  # for messages about the others
         settings, same = request.flat(), self._same_in_validation
         makers = trackers.for_run(self.config.run, self.folder, console, settings, resumed, same)
@@ -222,37 +222,9 @@ class Trainer:
                 self.say(failure)
 
     def _check_bad_steps(self) -> None:
-        """Say which step was skipped, and once which of its samples are to blame; fail if there are too many."""
-        first = int(self.update.first_bad)
-        if first < 0:
-            return
-        step, optim = self.progress.step, self.config.optim
-        skipped, in_row = int(self.update.bad_steps), int(self.update.most_bad_in_row)
-        self.update.first_bad.fill_(-1)
-        self.update.most_bad_in_row.zero_()
-        text = f"the gradient was not finite at step {first + 1}: {skipped} of {step} steps skipped so far"
-        if not self.bad_samples_searched:
-            self.bad_samples_searched = True
-            samples = self.step.stream.batch(first, self.world.rank, self.world.size)
-            text += f"; samples with a loss that is not finite by themselves: {self._bad_samples(samples)}"
-        self.say(text)
-        advice = f"lower --lr, set --clip_grad, or look at the data. The weights are those of before: {self.folder}"
-        if in_row >= optim.max_bad_steps:
-            raise Diverged(f"the gradient was not finite in {in_row} steps in a row (up to step {step}); {advice}")
-        counted = skipped - (FP16_OVERFLOWS if self.precision.scaler else 0)
-        too_many = counted >= 5 and counted > optim.max_bad_share * step
-        if too_many or skipped == step == self.setup.batching.n_steps:
-            raise Diverged(
-                f"the gradient was not finite in {skipped} of {step} steps, more than --max_bad_share "
-                f"{optim.max_bad_share:g} allows; {advice}"
-            )
-
-    def _bad_samples(self, samples: Slice) -> str:
-        try:
-            found = self.evaluator.nonfinite_samples(self.setup.data, samples)
-        except EvaluationFailed as error:
-            return f"could not be searched ({error})"
-        return ", ".join(map(str, found[:8])) + ", ..." * (len(found) > 8) or "none"
+        stream, world = self.step.stream, self.world
+        samples_of = partial(stream.batch, rank=world.rank, world=world.size)
+        self.bad_steps.check(self.progress.step, self.setup.batching.n_steps, samples_of, self.say)
 
     def check_ranks(self, everything: bool = False, times: Times | None = None, **facts: float | str | None) -> None:
         """Raise OutOfLockstep unless the ranks agree in all tensors, in the samples used and in `facts`."""
@@ -293,7 +265,8 @@ class Trainer:
         batch_size = 2 * self.setup.batching.micro_batch
         if self.setup.request.smoke:
             limit = limit or 2 * batch_size * self.world.size
-        return self.evaluator.evaluate(self.setup.validation, batch_size, limit)[0]
+        with self.evaluator.shown(f"step {self.progress.step}: evaluation", self.trackers.status, after=5.0):
+            return self.evaluator.evaluate(self.setup.validation, batch_size, limit)[0]
 
     def _check_length(self) -> None:
         """Raise a ValueError if the run that is resumed is longer than what is asked for."""

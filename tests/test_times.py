@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from engine import train
+from engine import train, trainer
 
 from lockstep import activity
 from lockstep.activity import Activity
@@ -80,3 +80,17 @@ def test_a_run_writes_down_its_times_and_a_resumed_one_goes_on(tmp_path: Path) -
     assert {"computation", "evaluation", "saving", "start-up"} <= kinds
     for line in lines:
         assert len(line["ranks"]) == 1 and all(seconds >= 0 for seconds in line["ranks"][0].values())
+
+
+def test_a_long_evaluation_shows_how_far_it_is(tmp_path: Path) -> None:
+    run = trainer(World(), "Labelled", ["--out", str(tmp_path / "run")])
+    shown = list[str]()
+    with run.evaluator.shown("step 3: evaluation", shown.append, after=0.0):
+        run.evaluator.evaluate(run.setup.validation, 64)
+    assert shown[0] == "step 3: evaluation" and shown[-1].startswith("step 3: evaluation: ")
+    done, total = shown[-1].removeprefix("step 3: evaluation: ").split(" of ")
+    assert done == total and int(total) == len(run.setup.validation)
+    shown.clear()
+    with run.evaluator.shown("step 3: evaluation", shown.append, after=60.0):
+        run.evaluator.evaluate(run.setup.validation, 64)
+    assert not shown, "a short one is not worth a line"

@@ -47,6 +47,15 @@ def device_load(device: torch.device) -> DeviceLoad:
     return load
 
 
+def load_text(device: torch.device) -> str:
+    """Return the memory and the utilization of a GPU for a line of the console; nothing for a CPU."""
+    if device.type != "cuda":
+        return ""
+    load = device_load(device)
+    busy = "" if load.utilization is None else f" {load.utilization}%"
+    return f"GPU {load.memory / 1e9:.1f}/{load.memory_total / 1e9:.0f} GB{busy}"
+
+
 def write_live(folder: Path, states: Iterable[RankState]) -> None:
     """Replace the file; a reader finds a whole one. It need not survive a power failure, so nothing is flushed."""
     ranks = [live_facts(state) for state in sorted(states, key=lambda state: state.rank)]
