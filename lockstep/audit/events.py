@@ -74,6 +74,16 @@ class Environment(Event):
 
 
 # -- calls: entered, and left with a Return ---------------------------------------------------------------------------
+class Reduced(Event):
+    """What an all-reduce of few numbers outside of the training loop gave."""
+
+    values: list[float]
+
+
+class PaddingDropped(Event):
+    """A library gathers results of an evaluation and leaves out those of samples that fill up the last batch."""
+
+
 class Collective(Event):
     op: str
     by_library: bool = False  # whether it is called by a library, not by the user's code
@@ -137,8 +147,9 @@ class Step(Event):
     prints: int = 0
     waits: list[tuple[str, int, str]] = field(default_factory=list)  # for the device: file, line, method of Tensor
     unused_search_empty: bool | None = None  # whether find_unused_parameters found none; None: DDP does not search
-    devices: list[str] = field(default_factory=list)  # of the optimizer's parameters. These four: in step 1 only.
+    devices: list[str] = field(default_factory=list)  # of the optimizer's parameters. These five: in step 1 only.
     fp16_weights: bool = False
+    keeps_state: bool = True  # whether the optimizer has state now
     without_gradients: bool = False  # whether none of its parameters has a gradient
     not_in_model: bool = False  # whether none of its parameters is one of a module that runs
     not_wrapped: list[str] = field(default_factory=list)  # parameters that no wrapper synchronises, though there is one
@@ -307,6 +318,7 @@ class Load(Event):
     path: str
     progress: list[str]  # keys of the checkpoint that tell how far training was
     has_optimizer: bool
+    module: Literal["torch", "json", "dcp"] = "torch"  # that loaded it; dcp: torch.distributed.checkpoint
 
 
 class Move(Event):
@@ -315,6 +327,7 @@ class Move(Event):
 
 class LoadStateDict(Event):
     target: Literal["model", "optimizer"]
+    empty: bool = False  # whether an optimizer has no state after it
 
 
 class Print(Event):

@@ -6,8 +6,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -25,10 +24,6 @@ _LIBRARIES = (
 _foreign: dict[str, bool] = {}
 _audited: set[str] = set()
 """Folders of the installed package that is audited."""
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-_PRINTING = ("print", "debug", "info", "warning", "log", "format")
-_COPYING = ("dict", "cast", "copy", "deepcopy")
-_ALL = "**"
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _RANK_WORDS = ({"rank"}, {"procid"}, {"process", "index"}, {"process", "zero"}, {"global", "zero"}, {"local", "zero"})
 """A name with all words of one of these tells ranks apart: local_rank, SLURM_PROCID, is_global_zero."""
@@ -117,18 +112,6 @@ def line_with(files: Iterable[str], word: str) -> Site | None:
 
 
 # -- syntax trees -----------------------------------------------------------------------------------------------------
-def reads_entry(files: Iterable[str], names: Iterable[str]) -> bool | None:
-    """Whether the files use an entry of what they load that has one of `names`; None if no file can be parsed."""
-    trees = [tree for file in sorted(set(files)) if (tree := parsed(file)) is not None]
-    if not trees:
-        return None
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    loaded, wanted = _loaded(nodes), set(names)
-    printed = {id(part) for node in nodes if _prints(node) for part in ast.walk(node)}
-    used = (node for node in nodes if id(node) not in printed)
-    return any(loaded(value) and keys & {_ALL, *wanted} for node in used for value, keys in _read(node))
-
-
 def depends_on_rank(at: Site | None) -> bool:
     """Whether a line is in a branch whose condition names the rank."""
     tree = parsed(at.file) if at else None
@@ -157,28 +140,35 @@ def demanded_world(at: Site | None, error: str) -> int | None:
     return None
 
 
+def cuts_off(files: Iterable[str]) -> bool:
+    """Return whether a file keeps only the first so many entries of something, as many as a data set or a counter
+    says."""
+    for node in (node for file in files if (tree := parsed(file)) is not None for node in ast.walk(tree)):
+        part = node.slice if isinstance(node, ast.Subscript) else None
+        if isinstance(part, ast.Slice) and part.lower is None and part.upper is not None:
+            words = {word for name in ast.walk(part.upper) for word in _words(name_of(name) or "")}
+            if words & {"len", "length", "num", "total", "size", "samples", "count", "remainder", "n"}:
+                return True
+    return False
+
+
 def _text(node: ast.AST) -> str:
     """The name, or the string, that a node is."""
     constant = node.value if isinstance(node, ast.Constant) else None
-    return constant if isinstance(constant, str) else _name(node) or ""
+    return constant if isinstance(constant, str) else name_of(node) or ""
 
 
 def names_rank(node: ast.AST) -> bool:
     """Return whether a name or constant tells ranks apart."""
     if isinstance(node, ast.Constant):  # os.environ["RANK"], but not __name__ == "__main__"
         return isinstance(node.value, str) and bool(_words(node.value) & {"rank", "procid"})
-    words = _words(_name(node) or "")
+    words = _words(name_of(node) or "")
     role = bool(words & _ROLES) and words <= _ROLES | _OF_ROLES and words != {"main"}
     return role or any(needed <= words for needed in _RANK_WORDS)
 
 
 def _words(name: str) -> set[str]:
     return {word.lower() for word in _WORDS.findall(name)}
-
-
-def _prints(node: ast.AST) -> bool:
-    """Whether something is formatted or logged here: a script that prints a file's epoch need not resume from it."""
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name(node.func) in _PRINTING)
 
 
 def parsed(file: str) -> ast.AST | None:
@@ -189,72 +179,8 @@ def parsed(file: str) -> ast.AST | None:
         return None
 
 
-def _loaded(nodes: list[ast.AST]) -> Callable[[ast.AST], bool]:
-    """Whether an expression is a loaded checkpoint. It is followed by name through all files."""
-    imports = (a for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name == "torch" and a.asname)
-    loads = {"load", "torch.load", *(f"{a.asname}.load" for a in imports)}
-    flows = [(name, list(_values(expression))) for name, expression in _flows(nodes)]
-    names = set[str | None]()
-
-    def is_loaded(value: ast.AST) -> bool:
-        if isinstance(value, ast.Call):
-            return _name(value.func) in names or ast.unparse(value.func) in loads
-        return _name(value) in names
-
-    while new := {name for name, values in flows if name and name not in names and any(map(is_loaded, values))}:
-        names |= new
-    return lambda expression: any(map(is_loaded, _values(expression)))
-
-
-def _flows(nodes: list[ast.AST]) -> Iterator[tuple[str | None, ast.AST]]:
-    """The names of variables, parameters and functions, each with an expression whose value it gets or returns."""
-    functions = defaultdict[str | None, list[_Function]](list)
-    for function in (n for n in nodes if isinstance(n, _Function)):
-        functions[function.name].append(function)
-        yield from ((function.name, n.value) for n in ast.walk(function) if isinstance(n, ast.Return) and n.value)
-    for node in nodes:
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value:
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    yield from zip(map(_name, target.elts), node.value.elts, strict=False)
-                else:
-                    yield from ((_name(part), node.value) for part in _values(target))
-        elif isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "update":
-                yield from ((_name(node.func.value), argument) for argument in node.args)
-            for function in functions.get(_name(node.func), ()):
-                yield from zip((a.arg for a in function.args.args if a.arg != "self"), node.args, strict=False)
-                yield from ((keyword.arg, keyword.value) for keyword in node.keywords)
-
-
-def _values(expression: ast.AST) -> Iterator[ast.AST]:
-    """The expression, and those of its parts that it may be, hold, or copy."""
-    yield expression
-    parts: list[ast.expr] = []
-    if isinstance(expression, ast.IfExp):
-        parts = [expression.body, expression.orelse]
-    elif isinstance(expression, ast.BoolOp):
-        parts = expression.values
-    elif isinstance(expression, ast.Tuple):
-        parts = expression.elts
-    elif isinstance(expression, ast.Call) and _name(expression.func) in _COPYING:
-        owner = [expression.func.value] if isinstance(expression.func, ast.Attribute) else []
-        parts = [*owner, *expression.args]
-    for part in parts:
-        yield from _values(part)
-
-
-def _name(expression: ast.AST) -> str | None:
+def name_of(expression: ast.AST) -> str | None:
+    """Return the last part of a name; None for another expression."""
     if isinstance(expression, ast.Attribute):
         return expression.attr
     return expression.id if isinstance(expression, ast.Name) else None
-
-
-def _read(node: ast.AST) -> Iterator[tuple[ast.AST, set[str]]]:
-    """The expressions whose entries are read at this node, with the names of the entries."""
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant):
-        yield node.value, {str(node.slice.value)}
-    if isinstance(node, ast.Call):
-        yield from ((keyword.value, {_ALL}) for keyword in node.keywords if keyword.arg is None)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
-        yield node.func.value, {str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant)}

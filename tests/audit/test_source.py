@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.audit.loaded import reads_entry
 from lockstep.audit.probes.files import _PROGRESS
 from lockstep.audit.probes.tensors import sample_hashes, tensors
 from lockstep.audit.recorder import unpacked
-from lockstep.audit.source import Site, depends_on_rank, reads_entry
+from lockstep.audit.source import Site, depends_on_rank
 from lockstep.script import declared_flag
 
 READ = {
@@ -32,6 +33,8 @@ READ |= {
     "beside another": "c, n = torch.load(p), 1\nc['epoch']",
     "of a cast": "c = typing.cast(dict, torch.load(p)).copy()\nc['epoch']",
     "of what was added": "state = {'epoch': 0}\nstate.update(torch.load(p))\nstart = state['epoch']",
+    "of an outer function": "def run():\n    c = torch.load(p)\n    def go():\n        return c['epoch']\n    go()",
+    "of a global": "def run():\n    global c\n    c = torch.load(p)\nrun()\nc['epoch']",
     "under another name": "import torch as T\nc = T.load(p)\nc['epoch']",
 }
 NOT_READ = {
@@ -45,6 +48,10 @@ NOT_READ = {
     "beside it": "model, c = build(), torch.load(p)\nout = model(x)\nlast = out['epoch']",
     "written": "c = torch.load(p)\nc['epoch'] = 3",
     "deleted": "c = torch.load(p)\ndel c['epoch']",
+    "of an optimizer by hand": "def resume():\n    state = torch.load(p)\n    model.load_state_dict(state['model'])\n"
+    "class Adam:\n    def step(self):\n        for state in self.states:\n            state['step'] += 1",
+    "of a parameter": "state = torch.load(p)\ndef go(state):\n    return state['epoch']\ngo(settings)",
+    "of another file format": "c = torch.load(p)\nsettings = json.load(f)\nlast = settings['epoch']",
 }
 
 
@@ -58,6 +65,12 @@ def test_a_script_that_reads_how_far_training_was(tmp_path: Path, way: str) -> N
 def test_a_script_that_does_not_read_it(tmp_path: Path, way: str) -> None:
     (tmp_path / "train.py").write_text(NOT_READ[way])
     assert reads_entry([str(tmp_path / "train.py")], ["step", "epoch"]) is False
+
+
+def test_a_script_that_reads_a_file_of_json(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("with open(p) as f:\n    state = json.load(f)\nstart = state['epoch']")
+    assert reads_entry([str(script)], ["epoch"], "json") is True and reads_entry([str(script)], ["epoch"]) is False
 
 
 OF_THE_RANK = (

@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 from ..catalog import Finding, finding
 from ..events import Load, LoadStateDict, Move, Save, Scalar, Step
+from ..loaded import reads_entry
 from ..model import Rank, Trace
-from ..source import reads_entry
 
 
 def judge(trace: Trace) -> Iterator[Finding]:
@@ -30,19 +31,38 @@ def judge(trace: Trace) -> Iterator[Finding]:
 
 
 def _resume(rank: Rank) -> Iterator[Finding]:
-    # one that does not say how far training was, or whose script does not read that, only has weights
-    resuming = (load for load in rank.of(Load) if load.progress and reads_entry(rank.files, load.progress) is not False)
-    load = next(resuming, None)
+    load = next((load for load in rank.of(Load) if _is_resumed_from(load, rank)), None)
     if load is None:
         return
-    restored = {event.target for event in rank.of(LoadStateDict) if event.t >= load.t}
-    stepped = any(step.t >= load.t for step in rank.of(Step))
-    if stepped and "optimizer" not in restored and "model" in restored:
-        seen = "the file holds it" if load.has_optimizer else "the file does not hold it"
-        yield finding("forgotten-optimizer", "the run is resumed without the optimizer's state", load.at, seen)
-    if not rank.steps and rank.end and rank.end.ok:
+    since = 0.0 if load.module == "json" else load.t  # weights and numbers are in two files, in any order
+    restored = [event for event in rank.of(LoadStateDict) if event.t >= since]
+    targets = {event.target for event in restored}
+    stepped = [step for step in rank.of(Step) if step.t >= load.t]
+    keeps_state = all(step.n > 1 for step in stepped) or any(step.keeps_state for step in stepped if step.n == 1)
+    if stepped and keeps_state and "model" in targets:
+        empty = [event for event in restored if event.empty]
+        if "optimizer" not in targets:
+            what = "the run is resumed without the optimizer's state"
+            held = "the file holds it" if load.has_optimizer else "the file does not hold it"
+            seen = held if load.module == "torch" else "the model's was loaded"
+            yield finding("forgotten-optimizer", what, load.at, seen)
+        elif len(empty) == sum(event.target == "optimizer" for event in restored):
+            what = "the run is resumed with an optimizer whose state is empty"
+            yield finding("forgotten-optimizer", what, empty[0].at, "load_state_dict was given no momenta")
+    if not rank.steps and rank.end and rank.end.ok and load.module == "torch":
         what = "a checkpoint was loaded, no step was taken, and the script ended normally"
         yield finding("nothing-left-to-train", what, load.at, load.path)
+
+
+def _is_resumed_from(load: Load, rank: Rank) -> bool:
+    """Whether a file says how far training was, and the script reads that. Others only have weights, or settings."""
+    if not load.progress or load.module == "dcp":  # which loads what it is asked for
+        return bool(load.progress)
+    if load.module == "torch":
+        return reads_entry(rank.files, load.progress) is not False
+    weights = [Path(other.path) for other in rank.of(Load) if other.module != "json" and other.path]
+    beside = any(Path(load.path).parent in (path.parent, path) for path in weights) if load.path else bool(weights)
+    return beside and reads_entry(rank.files, load.progress, "json") is True
 
 
 def _logs(trace: Trace) -> Iterator[Finding]:

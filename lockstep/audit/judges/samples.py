@@ -3,14 +3,26 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, takewhile
 
 from ..catalog import Finding, finding
 from ..decisions import decides
-from ..events import Backward, Collective, End, Event, ModelInput, PassEnd, PassStart, SamplerOrder, Save
+from ..events import (
+    Backward,
+    Collective,
+    End,
+    Event,
+    ModelInput,
+    PaddingDropped,
+    PassEnd,
+    PassStart,
+    Reduced,
+    SamplerOrder,
+    Save,
+)  # fmt: skip
 from ..model import JointPass, Pass, Rank, Trace
 from ..recorder import unpacked
-from ..source import Site
+from ..source import Site, cuts_off
 
 _MUCH = 0.1
 """Share of a pass above which repeated samples are no rounding to whole batches."""
@@ -34,11 +46,12 @@ def judge(trace: Trace) -> Iterator[Finding]:
 
 def _shards(joint: JointPass, group: list[Pass], trace: Trace) -> Iterator[Finding]:
     lists, first = [one.index for one in group], group[0]
-    if not all(lists) or any(len(set(i)) < 0.9 * len(i) for i in lists):
+    distinct = 0.9 if first.trains else 0.5  # a small set is padded by much of it
+    if not all(lists) or any(len(set(i)) < distinct * len(i) for i in lists):
         return  # nothing known, or drawn with replacement
     if joint.sliced or _own_sets(group, trace):
         return
-    counts = Counter(i for part in lists for i in set(part))
+    counts = Counter(i for part in lists for i in (set(part) if first.trains else part))
     twice = [i for i, n in counts.items() if n > 1]
     holders = ", ".join(str(rank) for rank, part in enumerate(lists) if twice and twice[0] in part)
     example = f"sample {twice[0]} on ranks {holders}" if twice else ""
@@ -47,12 +60,32 @@ def _shards(joint: JointPass, group: list[Pass], trace: Trace) -> Iterator[Findi
         what = f"{share:.0f} % of the training samples are given to several ranks in one epoch"
         seen = f"{len(twice)} of {len(counts)}; {example}"
         yield finding("repeated-samples", what, first.at, seen, f"sampler: {first.start.sampler}")
-    elif not first.trains and twice and not all(set(i) == set(lists[0]) for i in lists):
+    elif not first.trains and twice and not _all_evaluate(lists) and not _padding_is_dropped(first, trace, len(counts)):
         samples = "1 sample is" if len(twice) == 1 else f"{len(twice)} samples are"
-        what = f"{samples} evaluated on several ranks, and counted more than once"
+        what = f"{samples} evaluated more than once, and counted as often"
         seen = f"{len(counts)} samples, {sum(map(len, lists))} evaluations"
         yield finding("padded-evaluation", what, first.at, seen, example)
     yield from _unseen(joint, counts)
+
+
+def _all_evaluate(lists: list[list[int]]) -> bool:
+    return all(set(part) == set(lists[0]) for part in lists)
+
+
+def _padding_is_dropped(one: Pass, trace: Trace, samples: int) -> bool:
+    """Whether what was evaluated twice reaches no metric: a library drops it, a count over all ranks is the number of
+    samples, or the script cuts off what it has gathered."""
+    rank = trace.ranks[0]
+    later = (event for event in rank.events if event.t >= one.start.t)
+    used = list(takewhile(lambda event: not isinstance(event, Backward), later))
+    counts: Counter[tuple[Site | None, int]] = Counter()
+    for event in used:
+        for n, value in enumerate(event.values if isinstance(event, Reduced) else ()):
+            counts[event.at, n] += value  # type: ignore[assignment]
+            if samples in (value, counts[event.at, n]):
+                return True
+    gathers = any(isinstance(event, Collective) and "gather" in event.op for event in used)
+    return any(isinstance(event, PaddingDropped) for event in used) or (gathers and cuts_off(rank.files))
 
 
 def _own_sets(group: list[Pass], trace: Trace) -> bool:

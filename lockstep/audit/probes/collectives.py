@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..events import Collective
+from ..events import Collective, PaddingDropped, Reduced
 from ..patch import Function, Patches
 from ..source import caller, foreign
 from .context import Context, never_raises
@@ -20,12 +20,14 @@ ALL = (
 )  # fmt: skip
 _FORMS = ("torch/distributed/nn/functional.py", "torch/autograd/function.py")
 """Files of torch with other forms of collectives."""
+_FEW = 16
 _ROOTS = ("src", "dst", "group_src", "group_dst")
 
 
 def install(context: Context) -> None:
     for name in (*ALL, "init_process_group", "destroy_process_group"):
         context.intercept(dist, name, partial(_collective, context, name))
+    context.watch("accelerate.accelerator:Accelerator", "gather_for_metrics", context.writes(PaddingDropped))
 
 
 def keep_store(patches: Patches) -> None:
@@ -46,7 +48,18 @@ def _collective(context: Context, name: str, original: Function, *args: Any, **k
     event = _event(context, name, args, kwargs) or Collective(name, group=[])
     event.by_library = foreign(caller(*_FORMS).file)
     with context.recorder.call(event), context.recorder.hide():
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+    if name == "all_reduce" and result is None and not context.in_loop:
+        _record_result(context, *args, **kwargs)
+    return result
+
+
+@never_raises
+def _record_result(context: Context, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+    """Record what a metric may be computed from: counts that show how many samples were evaluated."""
+    if tensor.numel() <= _FEW and not tensor.is_complex():
+        with context.recorder.hide():
+            context.recorder.write(Reduced([float(value) for value in tensor.detach().flatten().tolist()]))
 
 
 @never_raises

@@ -44,6 +44,11 @@ def should_sample(n: int) -> bool:
     return n in (1, 2, 5, 10) or n % 20 == 0
 
 
+def has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has momenta or the like; plain SGD has none."""
+    return any(isinstance(v, Tensor) for state in optimizer.state.values() for v in state.values())
+
+
 @dataclass
 class WatchedOptimizer:
     """An optimizer of the script."""

@@ -1,6 +1,7 @@
 """Checkpoints written and read, values logged, settings in the environment."""
 
 import builtins
+import json
 import operator
 import os
 import re
@@ -13,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..events import Environment, Load, LoadStateDict, Move, Print, Save, Scalar
-from ..source import user_line
-from .context import Context
+from ..source import caller, foreign, user_line
+from .context import Context, has_state
 
 _PROGRESS = re.compile(
     r"(?!num_|max_|total_|n_|warmup_|.*_per_)(.+_)?(epoch|step|iter(ation)?)s?(_(run|num|idx|count|done))?"
@@ -31,7 +32,10 @@ def install(context: Context) -> None:
     for owner, name in ((os, "replace"), (os, "rename"), (shutil, "move")):
         context.watch(owner, name, probe.move)
     context.watch(nn.Module, "load_state_dict", context.writes(LoadStateDict, "model"), hide=True)
-    context.watch(Optimizer, "load_state_dict", context.writes(LoadStateDict, "optimizer"), hide=True)
+    context.watch(Optimizer, "load_state_dict", after=probe.optimizer_loaded, hide=True)
+    context.watch("torch.distributed.checkpoint", "load", after=probe.shards_loaded)
+    for name in ("load", "loads"):
+        context.watch(json, name, after=probe.json_loaded)
     context.watch(builtins, "print", probe.print)
     context.watch(type(os.environ), "__setitem__", probe.set_variable)
     context.watch("torch.utils.tensorboard.writer:SummaryWriter", "add_scalar", probe.add_scalar)
@@ -53,10 +57,32 @@ class Files:
     def loaded(self, obj: Any, f: Any, *_: Any, **__: Any) -> None:
         if isinstance(f, (str, os.PathLike)):
             entries = obj if isinstance(obj, dict) else {}
-            named = [(k, v) for k, v in entries.items() if isinstance(k, str)]
-            progress = [k for k, v in named if _PROGRESS.fullmatch(k) and _is_count(v)]
             optimizer = any(isinstance(v, dict) and {"state", "param_groups"} <= set(v) for v in entries.values())
-            self.recorder.write(Load(str(Path(f).absolute()), progress, optimizer))
+            self.recorder.write(Load(str(Path(f).absolute()), _progress(entries), optimizer))
+
+    def shards_loaded(self, _: None, state_dict: Any, *__: Any, checkpoint_id: Any = None, **___: Any) -> None:
+        """torch.distributed.checkpoint loads into the entries of a dict, and into the tensors that are there."""
+        entries = [state_dict, *(v for v in state_dict.values() if isinstance(v, dict))]
+        keys = {str(key) for entry in entries for key in entry}
+        progress = [name for entry in entries for name in _progress(entry) if operator.index(entry[name]) > 0]
+        self.recorder.write(Load(str(checkpoint_id or ""), progress, False, "dcp"))
+        if any(isinstance(value, torch.Tensor) for entry in entries for value in entry.values()):
+            self.recorder.write(LoadStateDict("model"))
+        if any("optim" in key or key in ("param_groups", "state") for key in keys):
+            self.recorder.write(LoadStateDict("optimizer"))
+
+    def json_loaded(self, obj: Any, source: Any, *_: Any, **__: Any) -> None:
+        """A file beside the weights may say how far training was; one of settings says how far it is to go."""
+        if not isinstance(obj, dict) or foreign(caller().file):
+            return
+        progress = [k for k in _progress(obj) if operator.index(obj[k]) > 0 and not k.endswith("s")]
+        name = getattr(source, "name", None)
+        if progress:
+            path = str(Path(name).absolute()) if isinstance(name, str) else ""
+            self.recorder.write(Load(path, progress, False, "json"))
+
+    def optimizer_loaded(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
+        self.recorder.write(LoadStateDict("optimizer", not has_state(optimizer)))
 
     def move(self, src: Any, *_: Any, **__: Any) -> None:
         if (at := user_line()) is not None:
@@ -75,6 +101,12 @@ class Files:
     def set_variable(self, environment: Any, name: str, value: str) -> None:
         if environment is os.environ and (at := user_line()) is not None:
             self.recorder.write(Environment(name, value, self.environment.get(name), at=at))
+
+
+def _progress(entries: dict[Any, Any]) -> list[str]:
+    """The entries that say how far training was."""
+    named = [(k, v) for k, v in entries.items() if isinstance(k, str)]
+    return [k for k, v in named if _PROGRESS.fullmatch(k) and _is_count(v)]
 
 
 def _is_count(value: Any) -> bool:

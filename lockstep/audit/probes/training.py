@@ -15,7 +15,7 @@ from ...watch.models import replicated
 from .. import events
 from ..patch import Function
 from . import wrappers
-from .context import Context, WatchedOptimizer, never_raises, should_sample
+from .context import Context, WatchedOptimizer, has_state, never_raises, should_sample
 from .tensors import readable, sample_hashes, tensors
 from .wrappers import Wrappers
 
@@ -215,6 +215,7 @@ class Training:
             known = {id(p) for _, p in context.parameters()}
             self.no_gradient_yet |= {context.name(p) for p in mine if p.requires_grad and id(p) in known}
             step.devices = sorted({str(p.device) for p in mine})
+            step.keeps_state = has_state(context.optimizers[step.optimizer].optimizer)
             step.fp16_weights = any(p.dtype == torch.float16 for p in mine)
             step.without_gradients = bool(mine) and all(p.grad is None for p in mine)
             step.not_in_model = bool(self.ran) and not any(id(p) in self.ran for p in mine)
