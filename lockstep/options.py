@@ -136,6 +136,32 @@ class ReportFlags:
 
 
 @dataclass
+class PlanFlags:
+    """On which hardware. Further flags are those of `lockstep train`: the run to plan."""
+
+    gpus: str = "1,2,4,8"
+    """Numbers of GPUs in each machine to compare, separated by commas."""
+    gpu: Literal["2080ti", "4090", "a100", "h100", "h200"] = "h100"
+    """The kind of GPU."""
+    nodes: int = 1
+    """Machines, with as many GPUs in each."""
+    network: float | None = None
+    """Gbit/s between two machines; by default as such machines usually have."""
+    measure: bool = False
+    """Correct the prediction by a few real steps on this machine's GPU."""
+    plot: Path | None = None
+    """A PNG file for speed-up and memory."""
+    json: bool = False
+    """Print everything as JSON."""
+
+    def __post_init__(self) -> None:
+        valid = all(word.isdigit() and int(word) for word in self.gpus.split(","))
+        check(valid, "gpus is a list of numbers such as 1,2,4,8", repr(self.gpus))
+        check(self.nodes >= 1, "nodes is at least 1", self.nodes)
+        check(self.network is None or self.network > 0, "network is more than 0 Gbit/s", self.network)
+
+
+@dataclass
 class Audit:
     """What to watch, and for how long. Then comes the script with its own flags, or -m and a module."""
 

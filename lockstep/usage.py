@@ -75,6 +75,12 @@ COMMANDS = {
         ".options:RunScript",
         "Flags of lockstep run come before SCRIPT (or -m MODULE), those of the script after it.",
     ),
+    "plan": Command(
+        "RECIPE [flags]",
+        "memory, step time and days on GPUs that you do not have yet",
+        ".options:PlanFlags",
+        "Needs no GPU, and trains nothing. Further flags are those of lockstep train.",
+    ),
     "audit": Command(
         "SCRIPT [flags]",
         "find the silent distributed bugs of any training script",
