@@ -185,10 +185,23 @@ class Audit:
     """Name of a finding that is not reported; can be given several times."""
     sarif: Path | None = None
     """File for the findings, in SARIF 2.1.0: what GitHub and others show in pull requests."""
+    resume: bool = False
+    """Kill the script after a checkpoint, resume it, and say what was lost. It runs in a copy of the current folder."""
+    resume_args: str | None = None
+    """Flags that resume the script, such as "--resume {checkpoint}"; by default those of its parser."""
+    worlds: str | None = None
+    """Numbers of ranks such as 1,2: run the script on each with the same global batch, and compare the losses."""
+    batch_arg: str | None = None
+    """The script's flag for the batch size of one rank; without it, that of each DataLoader is multiplied."""
 
     def __post_init__(self) -> None:
         for name, least in (("nproc", 1), ("steps", 0), ("patience", 0.1), ("limit", 1)):
             check(getattr(self, name) >= least, f"{name} is at least {least}", getattr(self, name))
+        worlds = (self.worlds or "1,2").split(",")
+        valid = len(set(worlds)) == len(worlds) > 1 and all(w.isdigit() and int(w) for w in worlds)
+        check(valid, "worlds is a list of different numbers such as 1,2", self.worlds)
+        check(self.worlds is None or not self.resume, "worlds and resume are two audits: choose one", self.worlds)
+        check(self.batch_arg is None or self.worlds is not None, "batch_arg is for --worlds", self.batch_arg)
 
 
 @dataclass

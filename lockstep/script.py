@@ -9,11 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the flags of a command, and the script with its own; a `--` between them may be left out."""
+def split_words(words: list[str], switches: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+    """Return the flags of a command, and the script with its own; a `--` between them may be left out. No value follows
+    `switches`."""
     i = 0
     while i < len(words) and words[i].startswith("-") and words[i] not in ("--", "-m"):
-        takes_value = words[i].startswith("--") and "=" not in words[i] and words[i] != "--help"
+        takes_value = words[i].startswith("--") and "=" not in words[i] and words[i] not in ("--help", *switches)
         i += 2 if takes_value else 1
     return words[:i], words[i + 1 :] if words[i : i + 1] == ["--"] else words[i:]
 

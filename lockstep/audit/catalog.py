@@ -21,6 +21,8 @@ class Kind:
     why: str
     fix: str
     """A few lines of code."""
+    mode: str = ""
+    """The flag of the audit that looks for it; empty: every audit does."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,10 @@ class Finding:
 
 
 _ENTRIES = tomllib.loads(Path(__file__).with_name("findings.toml").read_text())
-KINDS = {name: Kind(name, e["topic"], e["severity"], e["why"], e["fix"].strip()) for name, e in _ENTRIES.items()}
+KINDS = {
+    name: Kind(name, e["topic"], e["severity"], e["why"], e["fix"].strip(), e.get("mode", ""))
+    for name, e in _ENTRIES.items()
+}
 CONSEQUENCES: dict[str, list[str]] = {name: entry.get("consequences", []) for name, entry in _ENTRIES.items()}
 """Findings that only follow from another one, by its name."""
 DEAD_SETTINGS: dict[str, str] = _ENTRIES["dead-setting"]["variables"]

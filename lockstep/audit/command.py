@@ -12,6 +12,8 @@ from ..options import Audit
 from ..script import check, split_words
 from . import events, report
 from .catalog import Finding
+from .compare.resume import resume
+from .compare.worlds import worlds
 from .emulate import cuda_on_cpu
 from .ignores import Ignore, by_comments, by_name, sift
 from .judges import judge
@@ -22,13 +24,17 @@ from .source import audit_package, source_lines
 from .verdict import Verdict
 from .worker import LaunchSpec
 
+_SWITCHES = ("--resume", "--no-resume", "--no_resume")
+_OF_FLAGS = ("__resume_args", "__batch_arg")
+"""Flags of the audit whose value is a flag of the script, with all hyphens as underscores."""
 _NO_SUCH_GPU = ("invalid device ordinal", "out of index range", "num_gpus INTERNAL ASSERT")
 """In errors of CUDA and torch about a GPU that does not exist."""
 
 
 def audit(words: list[str]) -> int:
     """Run the command and return its exit status: 1 if the script fails the audit, 2 if it could not begin."""
-    own, script = split_words(words)
+    own, script = split_words(words, _SWITCHES)
+    own = _joined(own)
     project = project_settings(script)
     options = tyro.cli(Audit, args=[*project.flags, *own], prog="lockstep audit", use_underscores=True)
     ignores = [*by_name(options.ignore, "--ignore"), *project.ignores]
@@ -43,12 +49,29 @@ def audit(words: list[str]) -> int:
     return verdict.status
 
 
+def _joined(own: list[str]) -> list[str]:
+    """The flags, each in one word with its value where that begins with hyphens itself."""
+    words, rest = list[str](), iter(own)
+    for word in rest:
+        value = next(rest, None) if word.replace("-", "_") in _OF_FLAGS else None
+        words.append(word if value is None else f"{word}={value}")
+    return words
+
+
 def examine(script: list[str], options: Audit, ignores: list[Ignore]) -> Verdict:
     """Run the script and judge what its ranks did."""
     check(script, "audit")
     audit_package(script[1] if script[0] == "-m" else None)
     _check_comments(script[0])
     spec = _launch_spec(script, options)
+    if options.resume or options.resume_args is not None:
+        trace, found, notes = resume(spec, options.resume_args, options.patience, options.limit)
+        return _verdict(script, trace, found, [*notes, *_device_notes(trace, spec)], options, ignores)
+    if options.worlds is not None:
+        sizes = [int(size) for size in options.worlds.split(",")]
+        check_cores(max(sizes))
+        trace, found, notes = worlds(spec, sizes, options.batch_arg, options.patience, options.limit)
+        return _verdict(script, trace, found, [*notes, *_device_notes(trace, spec)], options, ignores)
     trace = run_ranks(spec, options.patience, options.limit)
     _check_usage(trace, script)
     if _scales_by_world(trace, script) and spec.nproc > 1:

@@ -168,6 +168,22 @@ class Weights(Event):
     averaged: bool = False  # whether collectives since the step carried as much as all of them hold
 
 
+class StepStart(Event):
+    """What the n-th step of an optimizer begins with, as checksums. Only of runs that are compared."""
+
+    optimizer: int
+    n: int
+    weights: dict[str, int]
+    moments: dict[str, int]  # the optimizer's state
+    generators: dict[str, int]
+
+
+class LossValue(Event):
+    """The loss of a backward pass that begins. Only of runs that are compared."""
+
+    value: float
+
+
 class SchedulerStep(Event):
     metric: float | None = None  # of ReduceLROnPlateau
 
@@ -312,6 +328,12 @@ class Save(Event):
     existed: bool
     keys: list[str]  # the first names of weights
     prefixed: bool  # whether weights have the prefix of DDP
+
+
+class CheckpointSaved(Event):
+    """Weights were written to a file, after so many steps. Only of runs that are compared."""
+
+    steps: int
 
 
 class Load(Event):

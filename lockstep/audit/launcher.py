@@ -20,10 +20,11 @@ from typing import Literal
 import psutil
 
 from .model import Trace, read_ranks
+from .probes.steps import ENOUGH
 from .source import Site, foreign
 from .worker import ALL_DONE, DONE, LaunchSpec, run_worker
 
-_Ending = Literal["finished", "hung", "timed out"]
+_Ending = Literal["finished", "hung", "timed out", "stopped"]
 _POLL_SECONDS = 0.05
 _BUSY = 0.02
 """CPU usage of a rank, as a share of one core, above which it makes progress."""
@@ -150,7 +151,7 @@ def _started(spec: LaunchSpec, folder: Path) -> Iterator[list[_Process]]:
 
 
 def _wait(processes: list[_Process], patience: float, limit: float, by_cpu: bool) -> _Ending:
-    """Wait until all ranks have finished, none makes progress, or `limit` seconds have passed."""
+    """Wait until all ranks have finished, none makes progress, a probe asks for the end, or `limit` seconds passed."""
     started = now = measured = time.monotonic()
     idle, recorded, cpu = 0.0, -1, 0.0
     while True:
@@ -160,6 +161,8 @@ def _wait(processes: list[_Process], patience: float, limit: float, by_cpu: bool
         running = [process for process in processes if process.is_running]
         if not running:
             return "finished"
+        if (processes[0].folder / ENOUGH).exists():
+            return "stopped"
         size = sum(p.stat().st_size for p in processes[0].folder.glob("*.jsonl"))
         if size != recorded:
             recorded, idle = size, 0.0

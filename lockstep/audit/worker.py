@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import faulthandler
 import os
+import random
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ import torch
 
 from ..script import run_as_main
 from . import probes
-from .emulate import cuda_on_cpu, frameworks, shared_gpu, spawn
+from .emulate import batches, cuda_on_cpu, frameworks, shared_gpu, spawn
 from .events import End, Event, Start, StepLimit
 from .patch import Patches
 from .recorder import Recorder
@@ -42,6 +43,11 @@ class LaunchSpec:
     steps: int = 20  # optimizer steps after which a rank has finished; 0: when the script ends
     cuda_on_cpu: bool = True  # the CPU in place of GPUs
     shared_gpu: bool = False  # all ranks on one GPU
+    in_detail: bool = False  # record each step in detail, to compare it with that of another run
+    stop_at_save: int | None = None  # end before the first checkpoint after the one at this step or later
+    folder: Path | None = None  # where the script runs; None: in the current folder
+    seed: int | None = None  # of the generators before the first line of the script
+    batch_factor: float = 1.0  # by which the batch size of each DataLoader is multiplied
 
 
 def run_worker(spec: LaunchSpec, rank: int, port: int, folder: Path) -> NoReturn:
@@ -50,8 +56,9 @@ def run_worker(spec: LaunchSpec, rank: int, port: int, folder: Path) -> NoReturn
     with suppress(AttributeError):  # Linux only: a killed audit leaves no ranks behind
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     atexit._clear()  # the parent's handlers
-    np.random.seed()  # random, as in a new process; Python's own generator does so by itself
-    torch.default_generator.seed()
+    _seed(spec.seed)
+    if spec.folder:
+        os.chdir(spec.folder)
     _set_environment(spec, rank, port)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     output = os.open(folder / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -68,6 +75,16 @@ def run_worker(spec: LaunchSpec, rank: int, port: int, folder: Path) -> NoReturn
     recorder.write(Start(settings, spec.shared_gpu))
     end = _run_script(spec.argv)
     _finish(recorder, end, end.status)
+
+
+def _seed(seed: int | None) -> None:
+    """Seed the generators: with None at random, as in a new process; Python's own does so by itself."""
+    np.random.seed(seed)
+    if seed is None:
+        torch.default_generator.seed()
+    else:
+        random.seed(seed)
+        torch.manual_seed(seed)
 
 
 def _set_environment(spec: LaunchSpec, rank: int, port: int) -> None:
@@ -89,7 +106,9 @@ def _install(spec: LaunchSpec, recorder: Recorder) -> None:
     if spec.shared_gpu:
         shared_gpu.install(recorder, patches, spec.nproc)
     spawn.install(recorder, patches)
-    probes.install(recorder, spec.steps, lambda: _finish(recorder, StepLimit(), 0))
+    if spec.batch_factor != 1.0:
+        batches.scale(patches, spec.batch_factor)
+    probes.install(recorder, spec.steps, lambda: _finish(recorder, StepLimit(), 0), spec.in_detail, spec.stop_at_save)
     patches.wrap(os, "_exit", lambda _: partial(_exit_early, recorder))
 
 

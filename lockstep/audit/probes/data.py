@@ -145,9 +145,9 @@ class Data:
         self.fetches += 1
         if self.fetches > _FETCHES:
             return original(fetcher, index)
-        before = _generator_states()
+        before = generator_states()
         result = original(fetcher, index)
-        after = _generator_states()
+        after = generator_states()
         worker = torch.utils.data.get_worker_info()
         drawn = {name: state for name, state in before.items() if after.get(name) != state}
         self.recorder.write(Fetch(self.fetches, worker.id if worker else None, drawn))
@@ -191,7 +191,8 @@ def _without_subsets(dataset: Any) -> tuple[Any, list[int] | None]:
     return dataset, subset
 
 
-def _generator_states() -> dict[str, int]:
+def generator_states() -> dict[str, int]:
+    """Return a checksum of the state of each generator of this process."""
     numpy = np.random.get_state(legacy=False)["state"]
     return {
         "random": zlib.crc32(repr(random.getstate()).encode()),

@@ -1,0 +1,1 @@
+"""Two runs of one script, compared: interrupted and resumed, or on different numbers of ranks."""
