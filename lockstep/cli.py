@@ -86,7 +86,7 @@ def exit_with(command: Callable[[], int]) -> None:
         launcher_answers = status == 0 and distributed.report_success()
         if status == 0:
             atexit._run_exitfuncs()
-        distributed.remove_folder_of_dead_launcher(patience=0.0 if launcher_answers else 0.2)
+        distributed.clean_up_after_launcher(patience=0.0 if launcher_answers else 0.2)
         os._exit(status)
     sys.exit(status)
 

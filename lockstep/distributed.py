@@ -31,6 +31,7 @@ from torch import Tensor
 
 from . import rendezvous
 from .activity import Activity
+from .processes import continue_stopped, this_process
 from .rendezvous import RendezvousError as RendezvousError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -42,6 +43,8 @@ _FAILED = "lockstep/failed"
 SUCCEEDED = "lockstep/succeeded"
 """The key under which ranks that exit with status 0 are counted."""
 _failures: dist.Store | None = None
+_ranks: list[dict[str, Any]] = []
+"""The processes of all ranks."""
 STORE_SECONDS = 10.0
 """How long the store may take to answer when a rank has failed."""
 Answer = TypeVar("Answer")
@@ -290,6 +293,8 @@ def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None
         )  # fmt: skip
         cpu_group = dist.new_group(backend="gloo", timeout=limit) if size > 1 else None
     if size > 1:
+        _ranks[:] = [{}] * size
+        dist.all_gather_object(_ranks, this_process(), group=cpu_group)
         follow_failures(store, timeout)
     return World(rank, size, local_rank, own_device, "nccl" if on_gpu else "gloo", cpu_group, store)
 
@@ -329,7 +334,8 @@ def start_agent_monitor(period: float = 1.0) -> None:
     def monitor() -> None:
         while os.getppid() == agent:
             threading.Event().wait(period)
-        remove_folder_of_dead_launcher()
+        clean_up_after_launcher()
+        continue_stopped(_ranks)  # also where the agent is torchrun's own
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=monitor, name="lockstep-agent-monitor", daemon=True).start()
@@ -340,8 +346,8 @@ def log_folder_prefix(run_id: str) -> str:
     return f"lockstep-{run_id}-"
 
 
-def remove_folder_of_dead_launcher(patience: float = 0.0) -> None:
-    """Remove the temporary folder of Lockstep's own launcher, if that was killed and could not do it.
+def clean_up_after_launcher(patience: float = 0.0) -> None:
+    """Do what Lockstep's own launcher could not do if it was killed: remove its folder, let ranks end that are stopped.
 
     The connections of a process that is killed are closed a moment before it is gone: `patience` is for that moment.
     """
@@ -351,6 +357,7 @@ def remove_folder_of_dead_launcher(patience: float = 0.0) -> None:
     if launcher is not None and os.getppid() != launcher:
         for folder in Path(tempfile.gettempdir()).glob(f"{log_folder_prefix(os.environ['TORCHELASTIC_RUN_ID'])}*"):
             shutil.rmtree(folder, ignore_errors=True)
+        continue_stopped(_ranks)
 
 
 def _launcher() -> int | None:

@@ -17,9 +17,10 @@ from . import checkpoint
 from .config import Run
 from .distributed import World
 from .files import TEMPORARY, make_folder
+from .processes import start_time
 from .recipe import Recipe
 from .registry import spec_of
-from .runlock import RunLock, start_time
+from .runlock import RunLock
 
 RUNS = Path("runs")
 """Where runs go, each recipe's in a folder of its own."""

@@ -9,13 +9,14 @@ stale when it has not been touched for a while.
 import fcntl
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from .processes import is_running, this_process
 
 NAME = ".lock"
 TOUCH_SECONDS = 5.0
@@ -117,43 +118,3 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def this_process() -> dict[str, Any]:
-    """Return what identifies this process, for other processes; see `is_running`."""
-    host, machine = socket.gethostname(), _machine()
-    return {"host": host, "pid": os.getpid(), "started": start_time(os.getpid()), "machine": machine}
-
-
-def is_running(process: dict[str, Any]) -> bool | None:
-    """Return whether a process still runs; None if it is (or was) on a machine where this one cannot look it up."""
-    if (process.get("host"), process.get("machine")) != (socket.gethostname(), _machine()):
-        return None
-    return start_time(int(process["pid"])) == process["started"]
-
-
-def _machine() -> str:
-    """Return what is the same for processes that can look each other up: this boot, this container."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
-    return ""
-
-
-def start_time(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks where it has them; None if there is no such process.
-
-    No clock that can be set changes the ticks, and a process that reuses the number has others.
-    """
-    if Path("/proc/self/stat").exists():
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return None if fields[0] in "ZX" else fields[19]  # a zombie has ended
-    import psutil  # a tenth of the time to import lockstep, and needed on no Linux
-
-    try:
-        return str(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return None

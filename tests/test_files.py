@@ -73,7 +73,7 @@ def test_the_folder_of_a_launcher_that_is_just_ending_is_removed(
     monkeypatch.setattr("os.getppid", lambda: next(parents, 1))
     folder = tmp_path / f"{distributed.log_folder_prefix('job')}x"
     folder.mkdir()
-    distributed.remove_folder_of_dead_launcher()
+    distributed.clean_up_after_launcher()
     assert folder.exists()  # it still runs
-    distributed.remove_folder_of_dead_launcher(patience=10)
+    distributed.clean_up_after_launcher(patience=10)
     assert not folder.exists()

@@ -13,11 +13,12 @@ import pytest
 import tiny
 
 import lockstep
-from lockstep import runlock
+from lockstep import processes, runlock
 from lockstep.config import Run
 from lockstep.distributed import World
+from lockstep.processes import start_time
 from lockstep.rundir import open_run_dir
-from lockstep.runlock import RunLock, start_time
+from lockstep.runlock import RunLock
 
 Acquire = Callable[[Path], RunLock]
 
@@ -40,7 +41,7 @@ def acquire() -> Iterator[Acquire]:
 
 def held_by(folder: Path, **holder: object) -> None:
     own = {"host": socket.gethostname(), "pid": os.getpid(), "started": start_time(os.getpid())}
-    own["machine"] = runlock._machine()
+    own["machine"] = processes._machine()
     (folder / ".lock").write_text(json.dumps({**own, **holder}))
 
 
@@ -157,7 +158,7 @@ def test_a_process_of_another_container_is_not_looked_up(
     waited = threading.Thread(target=lambda: acquire(tmp_path))
     waited.start()
     waited.join()
-    assert json.loads((tmp_path / ".lock").read_text())["machine"] == runlock._machine()
+    assert json.loads((tmp_path / ".lock").read_text())["machine"] == processes._machine()
 
 
 def test_a_lock_that_was_lost_is_left_to_its_new_holder(tmp_path: Path, acquire: Acquire) -> None:

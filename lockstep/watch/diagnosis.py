@@ -29,7 +29,7 @@ class RankState:
     loads_data: bool = False
     on_gpu: bool = False
     process: dict[str, Any] = field(default_factory=dict)
-    """Host, process id and start time; see `runlock.this_process`."""
+    """Host, process id and start time; see `processes.this_process`."""
     data_seconds: float = 0.0
     """Time spent so far in waiting for the loader."""
     memory: int = 0

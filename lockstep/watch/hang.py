@@ -28,7 +28,8 @@ import torch
 
 from .. import activity
 from ..distributed import HANG_STATUS, World, answer_within, first_to_fail, report_cut_off
-from ..runlock import is_running, this_process
+from ..processes import is_running, this_process
+from ..processes import state as process_state
 from .board import Board
 from .diagnosis import RankState, diagnose, report
 from .idle import IdleClock
@@ -269,7 +270,7 @@ def _examine(state: RankState) -> None:
         state.silent = "does not respond: it is stopped, or its machine cannot be reached"
     elif not here:
         state.silent = f"has exited (process {pid})"
-    elif _process_state(pid) in "Tt":
+    elif process_state(pid) in "Tt":
         state.silent = f"does not respond: process {pid} is stopped (SIGSTOP?)"
     else:
         state.threads = _dumped_stack(state.process)
@@ -289,12 +290,6 @@ def _dumped_stack(process: dict[str, Any]) -> str:
             if text := Path(f"/proc/{process['pid']}/fd/{process['dump']}").read_text(errors="replace"):
                 return text
     return ""
-
-
-def _process_state(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "?"
 
 
 def _dumped_line(dump: str) -> Line | None:

@@ -155,6 +155,18 @@ def test_ranks_whose_launcher_was_killed_end(tmp_path: Path) -> None:
     process.communicate(timeout=60)  # the ranks hold the pipe: it closes with the last of them
 
 
+@pytest.mark.slow
+def test_a_stopped_rank_whose_launcher_was_killed_ends_too(tmp_path: Path) -> None:
+    """It cannot notice anything itself: a rank that does makes it go on."""
+    command = ["lockstep", "train", TINY, "--n_steps", "1000000", "--nproc", "2", "--out", "here"]
+    process = started(command, tmp_path)
+    wait_for(process, "step 10/")
+    launcher = process_of(process.pid)
+    os.kill(ranks_of(launcher)[1], signal.SIGSTOP)
+    os.kill(launcher, signal.SIGKILL)
+    process.communicate(timeout=60)  # the ranks hold the pipe: it closes with the last of them
+
+
 KILLS_ITS_LAUNCHER = """
 import atexit
 import os
