@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _longest(item: pytest.Item) -> float:
     limit = item.get_closest_marker("timeout")
-    return limit.args[0] if limit else 300 if item.get_closest_marker("slow") else 0
+    return limit.args[0] if limit else 900 if item.get_closest_marker("slow") else 0
 
 
 @pytest.fixture(autouse=True)

@@ -60,6 +60,8 @@ def main() -> None:
     def killed(run: lockstep.Run, at_end: bool = False) -> None:
         end_step(run, at_end)
         if run.step == step and run.world.rank == run.world.size - 1:
+            if run.checkpoints is not None:
+                run.checkpoints.wait()  # a slow disk may not have got the first one yet
             os.kill(os.getpid(), signal.SIGKILL)
 
     lockstep.Run.end_step = killed  # type: ignore[method-assign]

@@ -365,7 +365,7 @@ def test_a_killed_writer_leaves_a_good_checkpoint_at_every_moment(tmp_path: Path
         root = Path(__file__).parent.parent
         command = [sys.executable, "-c", CRASHES, folder, str(root)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200)
+        run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split()[0]) > 50, run.stdout
 

@@ -51,7 +51,7 @@ except SystemExit as end:
 def shown(*words: str) -> str:
     """What a command prints; it must not import torch, which takes longer than all the rest."""
     done = subprocess.run(
-        [sys.executable, "-c", HELP, *words], env=environment(real=True), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", HELP, *words], env=environment(real=True), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -109,7 +109,7 @@ def test_bash_completes_commands_recipes_flags_and_values(tmp_path: Path, capsys
 
     def completed(*words: str) -> str:
         command = ["bash", "-c", COMPLETE, "bash", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout.strip()
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout.strip()
 
     assert completed("t") == "test train"
     assert completed("train", "d") == "dit"

@@ -60,7 +60,7 @@ def test_it_does_the_same_as_with_an_interpreter_of_its_own(command: str, folder
     done = [
         subprocess.run(
             COMMANDS[command], cwd=folder, env=environment(real, GIVEN="so"), input="hello", capture_output=True,
-            text=True, timeout=60, check=False,
+            text=True, timeout=300, check=False,
         )
         for real in (True, False)
     ]  # fmt: skip
@@ -109,13 +109,13 @@ def waiting(before: Callable[[], object] | None = None) -> tuple[subprocess.Pope
 def test_a_signal_reaches_the_process(before: signal.Handlers) -> None:
     process, _ = waiting(partial(signal.signal, signal.SIGTERM, before))
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60)[0] == "SIGTERM\n" and process.returncode == 9
+    assert process.communicate(timeout=300)[0] == "SIGTERM\n" and process.returncode == 9
 
 
 def test_who_kills_one_kills_the_other() -> None:
     for process, pid in (waiting(), waiting()):
         os.kill(pid, signal.SIGKILL)
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(300) == -signal.SIGKILL
     process, _ = waiting()
     process.kill()
-    process.communicate(timeout=60)  # which it could not, were the pipe still held
+    process.communicate(timeout=300)  # which it could not, were the pipe still held

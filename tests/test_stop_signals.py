@@ -61,7 +61,7 @@ def test_the_second_signal_says_that_work_is_lost() -> None:
     process.send_signal(signal.SIGINT)
     assert "stopping after the next step" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "stopped now, unsaved work is lost" in errors
 
@@ -85,5 +85,5 @@ with StopSignals(answered):
 
 def test_the_answer_does_not_wait_for_a_kernel() -> None:
     command = [sys.executable, "-c", STUCK]
-    done = subprocess.run(command, env=environment(real=True), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(real=True), capture_output=True, text=True, timeout=300)
     assert done.returncode == 7 and done.stdout.startswith("SIGINT: stopping"), (done.stdout, done.stderr)

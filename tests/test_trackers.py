@@ -483,7 +483,7 @@ tracker.log(1, {{"loss": 1.0}})
 {end}
 """
     # A process left behind would hold the pipes open, and `run` would not return.
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout == ""
     assert done.stderr.count("Traceback") == int("raise" in end)
     assert done.returncode == int("raise" in end)

@@ -44,7 +44,7 @@ def audit(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess
     (folder / "train.py").write_text(textwrap.dedent(script))
     words = ["lockstep", "audit", "--json", "audit.json", *flags, "--", "train.py"]
     return subprocess.run(
-        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -175,7 +175,7 @@ def test_a_module_that_declares_the_old_flag_is_given_it(tmp_path: Path) -> None
     (tmp_path / "package/train.py").write_text(textwrap.dedent(script))
     words = ["lockstep", "audit", "--json", "audit.json", "--device", "cpu", "--", "-m", "package.train"]
     done = subprocess.run(
-        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0 and names(tmp_path) == [], done.stdout
 
@@ -230,7 +230,7 @@ def test_who_ends_the_audit_ends_its_ranks(tmp_path: Path, number: int, status: 
         threading.Event().wait(0.05)
     pids = [int(p.stem) for p in tmp_path.glob("*.pid")]
     process.send_signal(number)
-    assert process.wait(30) == status and len(pids) == 2
+    assert process.wait(300) == status and len(pids) == 2
     while any(alive(pid) for pid in pids):  # for a moment; the test's time is limited
         threading.Event().wait(0.05)
 

@@ -31,7 +31,7 @@ def audit_of_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert audit_of_example(name, tmp_path, monkeypatch) == []

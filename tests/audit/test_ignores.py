@@ -158,7 +158,7 @@ def test_ignores_statuses_and_reports_go_together(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[tool.lockstep.audit]\nignore = ['waits']\nsteps = 0\n")
     words = ["lockstep", "audit", "--json", "a.json", "--sarif", "a.sarif", "train.py"]
     done = subprocess.run(
-        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "pyproject.toml (waits) ignores nothing" in done.stdout and "1 ignored" in done.stdout

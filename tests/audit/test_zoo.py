@@ -16,7 +16,7 @@ def chosen() -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("script", chosen(), ids=lambda s: f"{s.parent.name}/{s.stem}")
 def test_the_audit_finds_what_is_wrong_and_nothing_else(script: Path) -> None:
     must, may = expected(script)

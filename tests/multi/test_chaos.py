@@ -39,7 +39,6 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.timeout(280)
 def test_a_run_under_faults_ends_with_the_bits_of_the_undisturbed_one(short_path: Path) -> None:
     reference = undisturbed(short_path / "undisturbed", CURVE)
     result = disturbed(short_path / "faults", CURVE, ["--num_workers", "1"], FAULTS, reference, False)

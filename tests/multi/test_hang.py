@@ -125,7 +125,7 @@ def test_a_stopped_rank_is_named_by_the_others_and_killed(tmp_path: Path, victim
     stopped = ranks_of(process_of(process.pid))[victim]
     os.kill(stopped, signal.SIGSTOP)
     since = time.time()
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     print(f"from the hang to the end of the run: {time.time() - since:.1f} s")
     assert process.returncode == HANG_STATUS, said
     assert f"rank {victim} does not respond: process {stopped} is stopped" in said, said
@@ -142,10 +142,10 @@ def test_a_rank_whose_store_does_not_answer_ends_by_itself(tmp_path: Path) -> No
     try:
         wait_for(first, "step 10/")
         os.kill(process_of(first.pid), signal.SIGSTOP)
-        _, said = second.communicate(timeout=60)
+        _, said = second.communicate(timeout=300)
     finally:
         os.kill(process_of(first.pid), signal.SIGKILL)
-        first.communicate(timeout=60)
+        first.communicate(timeout=300)
     assert second.returncode == HANG_STATUS and re.search(r"the store at .* has not answered for \d+ s", said), said
     assert not alive(tmp_path)
 
@@ -213,13 +213,13 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
     os.kill(process_of(process.pid), signal.SIGSTOP)
     threading.Event().wait(4)
     os.kill(process_of(process.pid), signal.SIGCONT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 0 and said == "", said
 
 
 SLOW = {
-    "compute": "def at(self, step):\n    time.sleep(0.05 * (RANK == 1))",
-    "data": "def collate(self, items):\n    time.sleep(0.05 * (RANK == 1))\n    return super().collate(items)",
+    "compute": "def at(self, step):\n    time.sleep(0.2 * (RANK == 1))",
+    "data": "def collate(self, items):\n    time.sleep(0.2 * (RANK == 1))\n    return super().collate(items)",
 }
 
 
@@ -233,6 +233,6 @@ def test_a_straggler_is_named_with_the_share_of_lost_time(tmp_path: Path, cause:
         r"rank (\d) is slower than the others: (\d+) ms more per step than their \d+ ms \((.*?)\)", done.stdout
     )
     reason = {"compute": "its own computation takes longer", "data": "it waits for data"}[cause]
-    assert [(rank, why) for rank, _, why in said] == [("1", reason)] and 40 <= int(said[0][1]) <= 100, done.stdout
+    assert [(rank, why) for rank, _, why in said] == [("1", reason)] and int(said[0][1]) >= 160, done.stdout
     logged = [line for line in lines(tmp_path / "here") if "straggler" in line]
     assert len(logged) >= 3 and all(line["straggler"] == 1 and line["straggler_lost_share"] > 0.4 for line in logged)

@@ -24,7 +24,7 @@ SCRIPT = "from tiny import Tiny\n\nfrom lockstep import train\n\nif __name__ == 
 
 def run(command: list[str], folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=180, check=False
+        command, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -98,7 +98,7 @@ def test_two_nodes_on_one_machine_by_node_rank(folder: Path) -> None:
         for node in range(2)
     ]  # fmt: skip
     for node in nodes:
-        _, errors = node.communicate(timeout=180)
+        _, errors = node.communicate(timeout=300)
         assert node.returncode == 0, errors
     assert receipt(folder)["world"].startswith("2,")
 
@@ -139,7 +139,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, nproc: str) -> None:
     process = started(["lockstep", "train", TINY, "--nproc", nproc, "--n_steps", "1000000", "--out", out], folder)
     wait_for(process, "step 10/")
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and errors.strip() == ""
     step = int(re.search(r"stopped by SIGINT after step (\d+)", rest).group(1))  # type: ignore[union-attr]
@@ -161,7 +161,7 @@ def test_a_closed_terminal_saves_like_sigterm(folder: Path, nproc: str, name: st
     process = started(["lockstep", "train", TINY, *flags, "--out", "here"], folder, real=True)
     wait_for(process, "step 10/")
     process.send_signal(getattr(signal, name))
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=300)
     assert process.returncode == 75, errors
     assert f"stopped by {name}" in rest and "Traceback" not in errors, errors
     assert any((folder / "here/checkpoints").glob("step-*"))
@@ -186,7 +186,7 @@ def test_a_signal_to_the_whole_group_leaves_the_loaders_processes_alone(folder: 
     )  # fmt: skip
     wait_for(process, "step 10/")
     os.killpg(process.pid, signal.SIGTERM)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=300)
     assert process.returncode == 75, errors
     assert "stopped by SIGTERM" in rest and "Traceback" not in errors, errors
     assert any((folder / "here/checkpoints").glob("step-*/manifest.json"))
@@ -200,7 +200,7 @@ def test_a_killed_rank_ends_the_run_with_one_message_and_no_strays(folder: Path)
     children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     victim = next(c for c in children if b"RANK=1" in Path(f"/proc/{c}/environ").read_bytes().split(b"\0"))
     os.kill(victim, signal.SIGKILL)
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 137
     assert "rank 1 was ended by SIGKILL" in errors
     assert "Traceback" not in errors, errors
@@ -329,7 +329,7 @@ def test_ctrl_c_after_the_last_step_leaves_a_complete_run(folder: Path, nproc: s
     process = started(["python", "slow.py", *flags, "--batch_size", "4"], folder)
     wait_for(process, during)
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=300)
     assert process.returncode == 0 and not errors, errors
     what = {"evaluating": "the final evaluation", "sampling": "the last samples and scores"}[during]
     assert f"SIGINT ended {what}; training is complete" in " ".join(rest.split())
@@ -346,7 +346,7 @@ def test_a_second_ctrl_c_ends_at_once(folder: Path, nproc: str) -> None:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.5)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 130
 
 

@@ -37,7 +37,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_killed_at_random_moments_and_resumed_it_ends_the_same(tmp_path: Path) -> None:
     steps = 240
     flags = [*LONG, "--n_steps", str(steps), "--save_every", "3", "--keep", "2", "--nproc", "2"]
@@ -59,7 +59,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_the_same(tmp_path: Path) -
             for victim in victims[:1] if attempt % 2 else [*victims, launcher]:
                 os.kill(victim, signal.SIGKILL)
             killed += 1
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     done = run(["lockstep", "train", TINY, *flags, "--out", "parts", "--resume", "auto"], tmp_path)
     assert done.returncode == 0 or "nothing left to do" in done.stderr, done.stderr
     assert killed >= 3
@@ -110,7 +110,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path) -> 
     process = started(["lockstep", "train", TINY, *flags, "--out", "parts", "--max_restarts", "3"], tmp_path)
     wait_for(process, "step 35/")
     os.kill(ranks_of(process_of(process.pid))[1], signal.SIGKILL)
-    rest, errors = process.communicate(timeout=120)
+    rest, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "were restarted" in rest and "resumes" in rest
     assert_same_end(tmp_path / "whole", tmp_path / "parts", steps)
@@ -126,7 +126,7 @@ def test_torchrun_restarts_find_their_run_without_being_told(tmp_path: Path) -> 
     process = started(command, tmp_path)
     wait_for(process, "step 35/")
     os.kill(ranks_of(process_of(process.pid))[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     (folder,) = (tmp_path / "runs/tiny").iterdir()
     assert "resumes" in json.loads((folder / "receipt.json").read_text())
@@ -140,7 +140,7 @@ def test_a_schedulers_signal_saves_and_asks_for_a_requeue(tmp_path: Path, kind: 
     process = started(["lockstep", "train", TINY, "--n_steps", "1000000", "--nproc", nproc, "--out", "here"], tmp_path)
     wait_for(process, "step 10/")
     process.send_signal(kind)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=300)
     assert process.returncode == 75, errors
     assert f"stopped by {kind.name}" in rest
     assert checkpoint.newest(tmp_path / "here/checkpoints", print) is not None
@@ -152,7 +152,7 @@ def test_ranks_whose_launcher_was_killed_end(tmp_path: Path) -> None:
     process = started(command, tmp_path, real=True)
     wait_for(process, "step 10/")
     process.kill()
-    process.communicate(timeout=60)  # the ranks hold the pipe: it closes with the last of them
+    process.communicate(timeout=300)  # the ranks hold the pipe: it closes with the last of them
 
 
 @pytest.mark.slow
@@ -189,9 +189,10 @@ def kill():
 def test_ranks_whose_launcher_was_killed_at_the_start_or_the_end_leave_nothing(tmp_path: Path, when: str) -> None:
     (tmp_path / "killing.py").write_text(KILLS_ITS_LAUNCHER + when)
     (tmp_path / "tmp").mkdir()
-    command = ["lockstep", "train", "killing.py:Killing", "--nproc", "2", "--n_steps", "2", "--out", "here"]
+    flags = ["--nproc", "2", "--n_steps", "2", "--out", "here", "--timeout", "600"]
+    command = ["lockstep", "train", "killing.py:Killing", *flags]
     process = started(command, tmp_path, TMPDIR=str(tmp_path / "tmp"))
-    process.communicate(timeout=40)  # less than --timeout; the ranks hold the pipe
+    process.communicate(timeout=300)  # less than --timeout; the ranks hold the pipe
     assert process.returncode == -signal.SIGKILL
     assert not list((tmp_path / "tmp").iterdir())
 

@@ -133,7 +133,7 @@ def run(command: str, folder: Path, real: bool = False, **extra: str) -> subproc
     command = re.sub(r"--master_port=\d+", f"--master_port={free_port()}", command)
     variables = environment(real, LOCKSTEP_SMOKE="2", WANDB_MODE="offline", MASTER_PORT=str(free_port()), **extra)
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=variables, capture_output=True, text=True, timeout=280, check=False
+        ["bash", "-c", command], cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -216,7 +216,7 @@ def test_the_debuggers_settings_train_one_rank(folders: dict[str, Path], tmp_pat
     command = ["python", *debug["program"].replace("${workspaceFolder}/", "").split(), *debug["args"]]
     done = subprocess.run(
         command, cwd=folder, env=environment(LOCKSTEP_SMOKE="2", **variables), capture_output=True,
-        text=True, timeout=280, check=False,
+        text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "1 world = 2" in done.stdout

@@ -53,11 +53,11 @@ def batch(data: Shapes, numbers: range) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tmp_path: Path) -> None:
-    """A quarter of its steps: 31 of 100 samples are told to be what they should be, 93 after all; chance is 10.
+    """A quarter of its steps, on smaller images: 45 of 100 samples are told to be what they should be; chance is 10.
 
-    LOCKSTEP_WHOLE=1 takes all steps, and asks for more.
+    LOCKSTEP_WHOLE=1 takes all steps and pixels, after which it is 93, and asks for more.
     """
     import subprocess
 
@@ -66,7 +66,7 @@ def test_the_job_of_make_train_learns_and_its_samples_are_what_they_should_be(tm
     out = tmp_path / "run"
     whole = os.environ.get("LOCKSTEP_WHOLE") == "1"
     command = ["lockstep", *recipe.group(1).split(), "--nproc", "2", "--out", str(out)]
-    command += [] if whole else ["--n_steps", "320", "--sample_per_class", "2"]
+    command += [] if whole else ["--img_size", "16", "--n_steps", "320", "--sample_per_class", "2"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("model.pth", "model.safetensors"):

@@ -29,7 +29,7 @@ def test_ten_steps_have_their_golden_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_laptops_run_learns_and_its_samples_are_what_they_should_be(tmp_path: Path) -> None:
     out = tmp_path / "run"
     flags = ["--n_steps", "280", "--eval_every", "0", "--save_every", "0", "--sample_per_class", "1"]

@@ -88,7 +88,7 @@ def test_statistics_that_are_not_finite_are_computed_again(tmp_path: Path) -> No
     assert _read(file) == {}
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_structures_behind_links_are_found_once_and_special_files_skipped(tmp_path: Path) -> None:
     pytest.importorskip("gemmi")
     folder = tmp_path / os.fsdecode(b"caf\xe9")

@@ -113,7 +113,7 @@ def test_eps_in_disguise_starts_no_program(tmp_path: Path, reader: str, monkeypa
     assert not started.exists()
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("reader", READERS)
 def test_special_files_are_refused_without_waiting(tmp_path: Path, reader: str) -> None:
     os.mkfifo(tmp_path / "fifo.png")

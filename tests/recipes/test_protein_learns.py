@@ -31,7 +31,7 @@ def majority() -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_short_run_is_far_above_the_majority_classes(tmp_path: Path) -> None:
     flags = ["--n_steps", "100", "--eval_every", "0", "--save_every", "0"]
     fit("protein", tmp_path / "run", "--preset", "laptop", *flags)

@@ -34,7 +34,7 @@ def lockstep(*words: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_laptop_preset_learns_and_labels_a_file(tmp_path: Path) -> None:
     """A fifth of its steps, so that it is over soon; chance is a mIoU of about 0.1 (all of it background)."""
     out = tmp_path / "run"

@@ -151,7 +151,7 @@ def test_durations_are_said_in_words(seconds: float, text: str) -> None:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_browser_draws_every_chart(run: Path) -> None:
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom"]
-    done = subprocess.run([*command, f"file://{run}/report.html"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, f"file://{run}/report.html"], capture_output=True, text=True, timeout=300)
     drawn = re.findall(r'<svg [^>]*aria-label="([^"]+)"', done.stdout)
     assert {"loss", "lr", "grad_norm"} <= set(drawn)
     assert done.stdout.count("<path") >= len(drawn)

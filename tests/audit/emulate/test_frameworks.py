@@ -51,7 +51,7 @@ def audit_of_case(case: str, folder: Path, device: str = "cpu") -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_ranks_of_a_framework_train_together_without_a_gpu(tmp_path: Path, case: str) -> None:
