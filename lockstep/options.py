@@ -226,3 +226,29 @@ class RunScript:
         Hardware(nproc=self.nproc)  # checks it
         for name in ("max_restarts", "hang_timeout", "check_every", "grace"):
             check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
+
+
+@dataclass
+class Bench:
+    """What to measure; further flags are those of `lockstep train`, for every workload."""
+
+    work: str = ""
+    """Workloads, separated by commas: dit-s, dit-xl, jit-b, vision, vision-512, protein, protein-32, scribble; by
+    default all."""
+    recipe: str | None = None
+    """Name or FILE.py:Class of a recipe to measure instead, with its own defaults and the further flags."""
+    contenders: str = ""
+    """Who takes part, separated by semicolons, such as "plain loop; Accelerate; Lockstep"; by default all."""
+    steps: int = 30
+    """Steps that are timed."""
+    warmup: int = 10
+    """Steps before them."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    out: str = "bench"
+    """Folder for bench.json and bench.png."""
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 1, "steps is at least 1", self.steps)
+        check(self.warmup >= 1, "warmup is at least 1", self.warmup, "compiling and the first batch take time")
+        check(not (self.work and self.recipe), "give either --work or --recipe", f"{self.work} and {self.recipe}")

@@ -81,6 +81,12 @@ COMMANDS = {
         ".options:PlanFlags",
         "Needs no GPU, and trains nothing. Further flags are those of lockstep train.",
     ),
+    "bench": Command(
+        "gpu [flags]",
+        "measure speed beside plain PyTorch, Accelerate, Lightning and Fabric",
+        ".options:Bench",
+        "Further flags are those of lockstep train.",
+    ),
     "audit": Command(
         "SCRIPT [flags]",
         "find the silent distributed bugs of any training script",
