@@ -158,6 +158,8 @@ class Hardware:
     """Mixed precision where the hardware has it; --no_use_amp is --precision fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the objective; auto: on a GPU."""
+    shard: Literal["none", "optimizer"] = "none"
+    """What each rank keeps only a part of: nothing (DDP), or optimizer state and averages of weights (ZeRO-1)."""
     exact: bool = False
     """The same bits on any number of ranks: gradients are summed without rounding, kernels are deterministic."""
     spot_check_every: int = 200
@@ -205,6 +207,7 @@ class Hardware:
             ("spot_check_every", not self.exact, "the run is not exact (--exact)"),
             ("spot_check_every", facts.world_size == 1, "there is one rank, and no other to repeat its tiles"),
             ("on_corruption", facts.world_size == 1, "there is one rank, and no other to compare it with"),
+            ("shard", facts.world_size == 1, "there is one rank, and no other to share with"),
             ("history_every", not self.exact, "only an exact run has a history"),
             ("sync_bn", self.exact, "in an exact run BatchNorm has the statistics of a tile"),
             ("use_amp", self.use_amp and facts.on_cpu, "on a CPU it is slower; --precision bf16 turns it on"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .batching import Batching
 from .config import Optim
 from .precision import Scaler
+from .sharding import Shares
 
 _NUMBER = ":number"
 """Marks optimizer state that was a Python number, so that it is restored as one."""
@@ -117,6 +118,8 @@ class Update:
         """The first step with a non-finite gradient since the last log, counted from 0; -1 for none."""
         self.own_optimizer = False
         """Whether the recipe has built the optimizer itself."""
+        self.shares: Shares | None = None
+        """With --shard optimizer: which rank updates which parameter."""
         self._skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
 
     @torch.no_grad()
@@ -146,7 +149,10 @@ class Update:
             self.optimizer.step()
         elif not skip.item():  # an optimizer without that: the host has to wait for the device
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:  # the optimizer may not have all of them
+            parameter.grad = None
+        if self.shares is not None:
+            self.shares.publish()
         self.norm, self.bad_steps = norm, self.bad_steps + bad
         in_row = torch.where(bad, self.bad_in_row + 1, 0)
         self.bad_in_row = in_row if discard is None else torch.where(discard, self.bad_in_row, in_row)
@@ -155,6 +161,11 @@ class Update:
         if self.scaler is not None:
             self.scaler.update(bad, discard)
         return skip
+
+    def split(self, shares: Shares) -> None:
+        """Update, from now on, only this rank's share of the parameters; `parameters` stays all of them."""
+        self.shares = shares
+        shares.restrict(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"bad_steps": int(self.bad_steps)}
@@ -166,8 +177,10 @@ class Update:
 class OptimizerState:
     """The state of an optimizer as "<parameter name>/<state name>": free of parameter order, groups and wrappers."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]):
-        self.optimizer, self.parameters = optimizer, parameters
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], shares: Shares | None = None
+    ):
+        self.optimizer, self.parameters, self.shares = optimizer, parameters, shares
 
     def state_dict(self) -> dict[str, Tensor]:
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
@@ -192,6 +205,8 @@ class OptimizerState:
         for name, value in tensors.items():
             owner, _, key = name.rpartition("/")
             parameter = self.parameters.get(owner)
+            if parameter is not None and self.shares is not None and not self.shares.owns(parameter):
+                continue
             if parameter is None or parameter not in groups:
                 raise ValueError(
                     f"the checkpoint has optimizer state {name}, but no parameter {owner!r} is trained here"
@@ -215,11 +230,15 @@ def _like(value: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> 
 class Ema:
     """An average of the weights with decay min(decay, (1 + n) / (10 + n)) at update n, so that it starts fast."""
 
-    def __init__(self, model: nn.Module, decay: float):
-        self.decay = decay
+    def __init__(self, model: nn.Module, decay: float, shares: Shares | None = None):
+        """`shares`: average only this rank's share of the parameters."""
+        self.decay, self._shares = decay, shares
         self.shadow: dict[str, Tensor] = {}
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: tied weights are averaged and swapped once
-        for name, live in model.state_dict().items():  # state_dict gives the model's own tensors, not copies
+        for name, tensor in model.state_dict(keep_vars=True).items():  # the model's own tensors, not copies
+            if shares is not None and not shares.owns(tensor):
+                continue
+            live = tensor.detach()
             pair = self._pairs.setdefault(live.data_ptr() or id(live), (live.clone(), live))
             self.shadow[name] = pair[0]
         pairs = self._pairs.values()
@@ -256,3 +275,5 @@ class Ema:
             kept = live.clone()
             live.copy_(shadow)
             shadow.copy_(kept)
+        if self._shares is not None:
+            self._shares.publish()

@@ -106,9 +106,16 @@ def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
         ("optimizer", f"{type(state.update.optimizer).__name__}, averages: {[e.decay for e in state.emas] or 'none'}"),
         ("precision", f"{setup.precision.name}, {'compiled' if setup.compiled else 'not compiled'}"),
         ("exact", _exactness(state.exactness, b) + _spot_checks(setup)),
+        *([("sharded", _SHARDED[setup.sharded])] if setup.sharded else []),
         ("folder", str(setup.run_dir.path)),
     ]
     return rows + ([("resumes", f"{resume_from} at step {state.progress.step}")] if resume_from else [])
+
+
+_SHARDED = {
+    "optimizer": "optimizer state and averages: each rank has those of some parameters; they are on one rank only, so "
+    "they are not compared between ranks",
+}
 
 
 def _global_batch(b: Batching) -> str:

@@ -21,6 +21,7 @@ from .optim import Ema
 from .precision import Precision
 from .recipe import Generates, Pretrained, Recipe, Schedules, SeveralTerms
 from .rundir import RunDir
+from .sharding import Shares
 from .state import Progress, TrainState
 from .watch import Watch
 from .watch.data import DataWatch
@@ -50,6 +51,12 @@ class Setup:
     @property
     def config(self) -> TrainConfig:
         return self.request.train
+
+    @property
+    def sharded(self) -> str | None:
+        """What --shard spreads over the ranks; None for nothing, as on a single rank."""
+        wanted = self.config.hardware.shard
+        return wanted if wanted != "none" and self.world.size > 1 else None
 
     @property
     def in_tiles(self) -> bool:
@@ -124,11 +131,14 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
         exactness, different = _exactness(batching.tiles or 1, world, chosen, compiled, saved)
     setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn, different)
 
-    emas = [Ema(model, decay) for decay in config.optim.ema_decay]
+    update = _update(setup, model)
+    if setup.sharded:
+        update.split(Shares(update.parameters, world))
+    emas = [Ema(model, decay, update.shares) for decay in config.optim.ema_decay]
     progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
     every = config.hardware.history_every if exactness else 0
     history = History(world, run_dir.path, model, every, batching.global_batch) if every else None
-    state = TrainState(model, _update(setup, model), emas, ledger, progress, exactness, history)
+    state = TrainState(model, update, emas, ledger, progress, exactness, history)
     if setup.in_tiles:
         sum_exactly(setup, state)
     own = batchnorm.has_batch_norm(model) and not (sync_bn or setup.in_tiles)

@@ -71,7 +71,7 @@ class TrainState:
         self._sums: ExactSums | None = None
         self._tensors: dict[str, Stateful] = {
             "model": model,
-            "optimizer": OptimizerState(update.optimizer, dict(model.named_parameters())),
+            "optimizer": OptimizerState(update.optimizer, dict(model.named_parameters()), update.shares),
             **{f"ema-{ema.decay}": ema for ema in emas},
         }
         """By file of the checkpoint."""
@@ -104,7 +104,9 @@ class TrainState:
         Unless `everything` is asked for, only the model's.
         """
         chosen = [name for name in self._tensors if name == "model" or everything]
-        parts = {name: self._tensors[name].state_dict() for name in chosen}
+        parts: dict[str, Mapping[str, Tensor]] = {name: self._tensors[name].state_dict() for name in chosen}
+        if (sharding := self.update.shares) is not None:
+            parts = {name: sharding.replicated(name, tensors) for name, tensors in parts.items()}
         return {
             name if part == "model" else f"{part}/{name}": tensor
             for part, tensors in parts.items()
@@ -113,10 +115,14 @@ class TrainState:
         }
 
     def capture(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the tensors and the numbers of a checkpoint."""
-        tensors = {name: dict(part.state_dict()) for name, part in self._tensors.items()}
+        """Return tensors and numbers of a checkpoint; of a sharded run, whole on rank 0. Every rank calls this."""
+        tensors = {name: self._whole(part.state_dict()) for name, part in self._tensors.items()}
         numbers = {name: dict(part.state_dict()) for name, part in self._numbers.items()}
         return tensors, {"optimizer": type(self.update.optimizer).__name__, **numbers}
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a part; of a sharded run those of all ranks, on rank 0."""
+        return dict(tensors) if self.update.shares is None else self.update.shares.gather(tensors)
 
     def restore(self, saved: Checkpoint) -> None:
         """Continue where the checkpoint was made, on any number of ranks."""
@@ -135,10 +141,17 @@ class TrainState:
             if (numbers := saved.state.get(name, None if name in ("exact", "history") else flat)) is not None:
                 part.load_state_dict(numbers)
 
-    def export(self, folder: Path, recipe: str) -> None:
-        """Write the weights, and each average of them, as plain files for use without Lockstep."""
+    def export(self, folder: Path | None, recipe: str) -> None:
+        """Write the weights, and each average of them, as plain files for use without Lockstep.
+
+        Every rank calls this; `folder` is that of rank 0, and None elsewhere.
+        """
         facts = {"recipe": recipe, "step": str(self.progress.step)}
-        export(folder / "model", self.model.state_dict(), facts)
+        files: list[tuple[str, Stateful, dict[str, str]]] = [("model", self.model, facts)]
         for ema in self.emas:
             name = "model_ema" if ema is self.emas[0] else f"model_ema-{ema.decay}"
-            export(folder / name, ema.shadow, {**facts, "decay": str(ema.decay)})
+            files.append((name, ema, {**facts, "decay": str(ema.decay)}))
+        for name, part, facts in files:
+            whole = self._whole(part.state_dict())
+            if folder is not None:
+                export(folder / name, whole, facts)

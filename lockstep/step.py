@@ -298,7 +298,8 @@ class TrainStep:
         return self.run(stop_request)
 
     def _discard_gradients(self) -> None:
-        self.state.update.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.state.update.parameters:
+            parameter.grad = None
         self.normalizer.reset()
 
     def close(self) -> None:

@@ -346,7 +346,7 @@ class Trainer:
                 self._save_at_end(done)
             if self.state.history is not None and self.world.is_main:
                 self.say(self.state.history.summary(self.progress.step))
-            if done and self.world.is_main:
+            if done:
                 self._export()
         if done:
             self._unless_stopped("the last samples and scores", partial(self._sample_and_score, at_end=True))
@@ -356,7 +356,7 @@ class Trainer:
 
     def _export(self) -> None:
         try:
-            self.state.export(self.folder, self.setup.request.recipe.name)
+            self.state.export(self.folder if self.world.is_main else None, self.setup.request.recipe.name)
         except Exception as error:  # torch and safetensors raise errors of their own where the disk is full
             raise NotSaved(
                 f"training is complete, but the weights could not be written to {self.folder} ({error}); "

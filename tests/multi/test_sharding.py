@@ -1,0 +1,82 @@
+"""Sharded runs give what runs with a replica on every rank give, and leave the same files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engine import lines, trainer
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lockstep import checkpoint
+from lockstep.distributed import World
+
+pytestmark = pytest.mark.slow
+
+FLAGS = ["--batch_size", "4", "--global_batch_size", "24", "--log_every", "1", "--ema_decay", "0.9", "--n_steps", "8"]
+FLAGS += ["--clip_grad", "1"]
+
+
+def state_after(world: World, recipe: str, flags: list[str]) -> tuple[dict[str, Tensor], int]:
+    """All tensors of the last state, whole on rank 0, and how many numbers this rank keeps in optimizer and averages."""
+    run = trainer(world, recipe, flags)
+    run.fit()
+    kept = sum(t.numel() for state in run.update.optimizer.state.values() for t in state.values())
+    kept += sum(t.numel() for ema in run.state.emas for t in ema.shadow.values())
+    tensors, _ = run.state.capture()
+    return {f"{part}/{name}": t.clone() for part, found in tensors.items() for name, t in found.items()}, kept
+
+
+def whole(answers: list[tuple[dict[str, Tensor], int]]) -> dict[str, Tensor]:
+    return answers[0][0]
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if a[name].numpy().tobytes() != b[name].numpy().tobytes()]
+
+
+@pytest.mark.parametrize("flags", [[], ["--optimizer", "sgd"], ["--exact"], ["--precision", "fp16"]])
+def test_sharded_optimizer_state_gives_the_bits_of_ddp(ranks, tmp_path: Path, flags: list[str]) -> None:
+    """Each rank has about its share of state, and rank 0 writes all of it."""
+    flags = [*FLAGS, *flags]
+    plain = ranks(3)(state_after, "Labelled", [*flags, "--out", str(tmp_path / "none")])
+    answers = ranks(3)(state_after, "Labelled", [*flags, "--shard", "optimizer", "--out", str(tmp_path / "optimizer")])
+    assert differing(whole(plain), whole(answers)) == []
+    assert sum(kept for _, kept in answers) <= plain[0][1] + 3 * 8  # step counters
+    assert all(kept < 0.6 * plain[0][1] for _, kept in answers)
+    for part in ("model", "ema-0.9", "optimizer"):
+        files = [tmp_path / name / "checkpoints" / "last" / f"{part}.safetensors" for name in ("none", "optimizer")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        assert differing(load_file(tmp_path / "none" / name), load_file(tmp_path / "optimizer" / name)) == []
+    assert [line["val/loss"] for line in lines(tmp_path / "none") if "val/loss" in line] == [
+        line["val/loss"] for line in lines(tmp_path / "optimizer") if "val/loss" in line
+    ]
+
+
+def test_the_receipt_says_what_is_not_compared(ranks, tmp_path: Path) -> None:
+    ranks(2)(state_after, "Tiny", [*FLAGS, "--shard", "optimizer", "--out", str(tmp_path)])
+    assert "not compared between ranks" in json.loads((tmp_path / "receipt.json").read_text())["sharded"]
+    state_after(World(), "Tiny", [*FLAGS, "--shard", "optimizer", "--out", str(tmp_path / "alone")])
+    receipt = json.loads((tmp_path / "alone" / "receipt.json").read_text())
+    assert "shard has no effect: there is one rank, and no other to share with" in receipt["notes"]
+
+
+def test_an_exact_run_goes_on_with_other_ranks_and_another_strategy(ranks, tmp_path: Path) -> None:
+    flags = [*FLAGS, "--exact", "--n_steps"]
+    expected = whole([state_after(World(), "WithDropout", [*flags, "12", "--out", str(tmp_path / "1")])])
+    for steps, size, shard in (("3", 2, "optimizer"), ("6", 3, "none"), ("9", 3, "optimizer"), ("12", 2, "none")):
+        words = [*flags, steps, "--shard", shard, "--resume", "auto", "--out", str(tmp_path / "parts")]
+        answers = ranks(size)(state_after, "WithDropout", words)
+    assert differing(expected, whole(answers)) == []
+
+
+def test_a_checkpoint_of_sharded_ranks_loads_into_a_plain_module(ranks, tmp_path: Path) -> None:
+    ranks(3)(state_after, "Tiny", [*FLAGS, "--shard", "optimizer", "--out", str(tmp_path)])
+    saved = checkpoint.load(checkpoint.newest(tmp_path / "checkpoints", print).path)
+    model = trainer(World(), "Tiny", [*FLAGS, "--out", str(tmp_path / "other")]).model
+    model.load_state_dict(saved.tensors["model"])
+    assert load_file(tmp_path / "model.safetensors").keys() == dict(model.named_parameters()).keys()
+    assert torch.isfinite(torch.stack([p.sum() for p in model.parameters()])).all()
