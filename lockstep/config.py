@@ -158,8 +158,10 @@ class Hardware:
     """Mixed precision where the hardware has it; --no_use_amp is --precision fp32."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile the objective; auto: on a GPU."""
-    shard: Literal["none", "optimizer"] = "none"
-    """What each rank keeps only a part of: nothing (DDP), or optimizer state and averages of weights (ZeRO-1)."""
+    shard: Literal["none", "optimizer", "full"] = "none"
+    """What is spread over the ranks: nothing (DDP); optimizer state and averages (ZeRO-1); parameters too (FSDP2)."""
+    activation_checkpointing: Literal["none", "blocks", "selective"] = "none"
+    """What backward recomputes to save memory: all in a block; selective: all but products and attention."""
     exact: bool = False
     """The same bits on any number of ranks: gradients are summed without rounding, kernels are deterministic."""
     spot_check_every: int = 200
@@ -194,6 +196,8 @@ class Hardware:
         check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
         wide = self.exact and self.precision == "fp64"
         check(not wide, "exact takes --precision bf16, fp16 or fp32", "fp64", "its sums are of float32 gradients")
+        both = self.exact and self.shard == "full"
+        check(not both, "exact takes --shard none or optimizer", "full", "gradients are summed by rows as floats there")
         check(self.hang_timeout >= 0, "hang_timeout is at least 0 seconds (0: never)", self.hang_timeout)
         if not self.use_amp:
             wanted = self.precision in ("auto", "fp32")

@@ -7,7 +7,7 @@ world: sums are integers or float64, added up once at the end.
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,8 @@ class Evaluator:
     world: World
     autocast: AbstractContextManager[Any]
     seed: int
+    whole: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Within it, this rank has all of a sharded model; every rank enters it together."""
     exact: bool = False
     """Cut the set into the same batches on any world, and add their sums in order: metrics are the same bits."""
     report_progress: ReportProgress = lambda done, total: None
@@ -104,6 +106,12 @@ class Evaluator:
         finally:
             self.report_progress = before
 
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Put the model, all of it on every rank, into evaluation mode for the duration of the block."""
+        with self.whole(), eval_mode(self.model):
+            yield
+
     def evaluate(
         self, dataset: Any, batch_size: int, limit: int | None = None, testing: bool = False
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -116,7 +124,7 @@ class Evaluator:
                 return batch_sums(self.model, batch, rng)
 
         size = dataset_size(dataset)
-        with eval_mode(self.model):
+        with self.eval_mode():
             sums = self.sum_over_ranks(min(size, limit or size), batch_size, sums_of)
         return self.recipe.metrics(sums) if isinstance(self.recipe, Evaluates) else loss_means(sums), sums
 
@@ -198,7 +206,7 @@ class Evaluator:
                 self.world.activity.marks += 1
             return found
 
-        with eval_mode(self.model):
+        with self.eval_mode():
             return sorted(index for rank in self._gather(own) for index in rank)
 
     def _loss_of(self, item: MicroBatch) -> Tensor:
@@ -222,7 +230,7 @@ class Evaluator:
                 predictions += [to_device(prediction, torch.device("cpu")) for prediction in predicted]
             return predictions
 
-        with eval_mode(self.model):
+        with self.eval_mode():
             return [prediction for rank in self._gather(own_predictions) for prediction in rank]
 
     @torch.no_grad()
@@ -242,7 +250,7 @@ class Evaluator:
                 samples.append((made.float() if made.is_floating_point() else made).cpu())
             return samples
 
-        with self.autocast, eval_mode(self.model):
+        with self.autocast, self.eval_mode():
             gathered = [tensor for rank in self._gather(own_samples) for tensor in rank]
         return torch.cat(gathered) if gathered else None
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .batching import Batching
 from .config import Optim
 from .precision import Scaler
-from .sharding import Shares
+from .sharding import Sharding
 
 _NUMBER = ":number"
 """Marks optimizer state that was a Python number, so that it is restored as one."""
@@ -118,8 +118,8 @@ class Update:
         """The first step with a non-finite gradient since the last log, counted from 0; -1 for none."""
         self.own_optimizer = False
         """Whether the recipe has built the optimizer itself."""
-        self.shares: Shares | None = None
-        """With --shard optimizer: which rank updates which parameter."""
+        self.sharding: Sharding | None = None
+        """With --shard: how parameters, gradients or state are spread over the ranks."""
         self._skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
 
     @torch.no_grad()
@@ -129,8 +129,12 @@ class Update:
         `step` counts from 0, gradients are multiplied by `factor`. With `discard` the step does not count at all: it
         will be done again.
         """
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        if self.sharding is None:
+            grads = [p.grad for p in self.parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+        else:
+            grads = self.sharding.gradients(self.parameters)
+            norm = self.sharding.total_norm(grads)
         if self.scaler is not None:
             unscale = 1 / self.scaler.scale
             factor = unscale if factor is None else factor * unscale
@@ -151,8 +155,8 @@ class Update:
             self.optimizer.step()
         for parameter in self.parameters:  # the optimizer may not have all of them
             parameter.grad = None
-        if self.shares is not None:
-            self.shares.publish()
+        if self.sharding is not None:
+            self.sharding.publish()
         self.norm, self.bad_steps = norm, self.bad_steps + bad
         in_row = torch.where(bad, self.bad_in_row + 1, 0)
         self.bad_in_row = in_row if discard is None else torch.where(discard, self.bad_in_row, in_row)
@@ -162,10 +166,10 @@ class Update:
             self.scaler.update(bad, discard)
         return skip
 
-    def split(self, shares: Shares) -> None:
-        """Update, from now on, only this rank's share of the parameters; `parameters` stays all of them."""
-        self.shares = shares
-        shares.restrict(self.optimizer)
+    def shard(self, sharding: Sharding) -> None:
+        """Update, from now on, only this rank's part of the parameters; `parameters` stays all of them."""
+        self.sharding = sharding
+        sharding.restrict(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"bad_steps": int(self.bad_steps)}
@@ -177,10 +181,8 @@ class Update:
 class OptimizerState:
     """The state of an optimizer as "<parameter name>/<state name>": free of parameter order, groups and wrappers."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], shares: Shares | None = None
-    ):
-        self.optimizer, self.parameters, self.shares = optimizer, parameters, shares
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]):
+        self.optimizer, self.parameters = optimizer, parameters
 
     def state_dict(self) -> dict[str, Tensor]:
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
@@ -205,8 +207,6 @@ class OptimizerState:
         for name, value in tensors.items():
             owner, _, key = name.rpartition("/")
             parameter = self.parameters.get(owner)
-            if parameter is not None and self.shares is not None and not self.shares.owns(parameter):
-                continue
             if parameter is None or parameter not in groups:
                 raise ValueError(
                     f"the checkpoint has optimizer state {name}, but no parameter {owner!r} is trained here"
@@ -230,15 +230,13 @@ def _like(value: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> 
 class Ema:
     """An average of the weights with decay min(decay, (1 + n) / (10 + n)) at update n, so that it starts fast."""
 
-    def __init__(self, model: nn.Module, decay: float, shares: Shares | None = None):
-        """`shares`: average only this rank's share of the parameters."""
-        self.decay, self._shares = decay, shares
+    def __init__(self, model: nn.Module, decay: float, sharding: Sharding | None = None):
+        """`sharding`: average only this rank's part of the weights."""
+        self.decay, self._sharding = decay, sharding
         self.shadow: dict[str, Tensor] = {}
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: tied weights are averaged and swapped once
-        for name, tensor in model.state_dict(keep_vars=True).items():  # the model's own tensors, not copies
-            if shares is not None and not shares.owns(tensor):
-                continue
-            live = tensor.detach()
+        tensors = model.state_dict() if sharding is None else sharding.live(model)
+        for name, live in tensors.items():  # the model's own tensors, not copies
             pair = self._pairs.setdefault(live.data_ptr() or id(live), (live.clone(), live))
             self.shadow[name] = pair[0]
         pairs = self._pairs.values()
@@ -275,5 +273,5 @@ class Ema:
             kept = live.clone()
             live.copy_(shadow)
             shadow.copy_(kept)
-        if self._shares is not None:
-            self._shares.publish()
+        if self._sharding is not None:
+            self._sharding.publish()

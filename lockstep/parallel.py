@@ -1,6 +1,6 @@
 """One model on many ranks, with gradients summed over all of them: as an objective, or in a loop of one's own.
 
-The only file that names DistributedDataParallel.
+The only file that names DistributedDataParallel; what FSDP2 does is in sharding/.
 """
 
 import inspect
@@ -19,6 +19,7 @@ from .batchnorm import SyncBatchNorm, TileBatchNorm, TileStatistics
 from .distributed import RunFailed, World
 from .exact import ExactSums
 from .loss import Objective
+from .sharding import FullySharded
 
 # The option that broadcasts buffers at every forward pass has another name since torch 2.13.
 _SYNC_BUFFERS = next(
@@ -119,14 +120,18 @@ class Replica:
     before the first step and throws them away.
     """
 
-    def __init__(self, objective: Objective, world: World, static_graph: bool, tiles: Tiles | None = None):
-        self.objective, self.model, self.world = objective, objective.model, world
+    def __init__(
+        self, objective: Objective, world: World, static_graph: bool, tiles: Tiles | None = None,
+        fully: FullySharded | None = None,
+    ):  # fmt: skip
+        """`fully`: the objective's parameters are spread over the ranks, and it sums gradients by itself."""
+        self.objective, self.model, self.world, self._fully = objective, objective.model, world, fully
         self.forward: Callable[..., Any] = objective
         """Call this, never the objective itself: gradients are synchronised on the way back."""
         self.no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Within it, backward adds up gradients on this rank alone."""
         self.buckets = Buckets(tiles.sums if tiles else None)
-        if world.size > 1:
+        if world.size > 1 and fully is None:
             self.forward = ddp = self._wrap(objective, world, static_graph)
             self.no_sync = ddp.no_sync
 
@@ -136,7 +141,9 @@ class Replica:
         In an exact run the objective is compiled inside DDP: one graph, the same on any world. Otherwise DDP is
         compiled too, and its graph is cut where a bucket of gradients is complete.
         """
-        if exact:
+        if self._fully is not None:
+            self._fully.compile()
+        elif exact:
             self.objective.compile(dynamic=False)  # a graph for any shape could replace that of one shape
         else:
             self.forward = torch.compile(self.forward)

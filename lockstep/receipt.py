@@ -107,6 +107,7 @@ def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
         ("precision", f"{setup.precision.name}, {'compiled' if setup.compiled else 'not compiled'}"),
         ("exact", _exactness(state.exactness, b) + _spot_checks(setup)),
         *([("sharded", _SHARDED[setup.sharded])] if setup.sharded else []),
+        *([("recomputed", setup.recomputed)] if setup.recomputed else []),
         ("folder", str(setup.run_dir.path)),
     ]
     return rows + ([("resumes", f"{resume_from} at step {state.progress.step}")] if resume_from else [])
@@ -115,6 +116,8 @@ def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
 _SHARDED = {
     "optimizer": "optimizer state and averages: each rank has those of some parameters; they are on one rank only, so "
     "they are not compared between ranks",
+    "full": "each rank has some rows of every parameter, of its gradient, optimizer state and average; these are on "
+    "one rank only, so they are not compared between ranks",
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .evaluate import EvaluationFailed, Evaluator, eval_mode
+from .evaluate import EvaluationFailed, Evaluator
 from .files import write_text
 from .optim import Ema
 from .recipe import Generates, Scores
@@ -96,7 +96,7 @@ class Sampler:
         model, averaged = self.evaluator.model, self.emas[0].applied() if self.emas else nullcontext()
         shown = self.evaluator.shown(f"step {step}: scoring samples", self.show_status)
         try:
-            with shown, averaged, eval_mode(model), self.evaluator.autocast, torch.no_grad():
+            with shown, averaged, self.evaluator.eval_mode(), self.evaluator.autocast, torch.no_grad():
                 values, note = recipe.score(model, self.evaluator.sum_over_ranks, self.run_folder)
         except EvaluationFailed as error:
             self._fail(f"step {step}: the score failed: {error}")

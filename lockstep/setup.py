@@ -1,6 +1,7 @@
 """What the settings become on this rank: recipe, data, model, optimizer, precision; built once, before step 1."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,12 +17,14 @@ from .distributed import World
 from .evaluate import dataset_size, samples_of
 from .exact import Exactness, ExactSums, choose_kernels, environment
 from .flags import Request
-from .loss import Normalizer
+from .loss import Normalizer, Objective
 from .optim import Ema
 from .precision import Precision
-from .recipe import Generates, Pretrained, Recipe, Schedules, SeveralTerms
+from .recipe import Generates, Recipe, Schedules, SeveralTerms
 from .rundir import RunDir
-from .sharding import Shares
+from .sharding import FullySharded, Shares
+from .sharding.blocks import recompute
+from .sharding.build import make_meta_model, make_model
 from .state import Progress, TrainState
 from .watch import Watch
 from .watch.data import DataWatch
@@ -47,6 +50,10 @@ class Setup:
     """Whether BatchNorm has the statistics of all ranks."""
     different_kernels: list[str]
     """Of an exact run: what the bits of a kernel depend on and is not the same on all ranks (GPU, versions)."""
+    fully: FullySharded | None = None
+    """With --shard full: the objective whose parameters are spread over the ranks."""
+    recomputed: str | None = None
+    """What backward recomputes, if anything."""
 
     @property
     def config(self) -> TrainConfig:
@@ -55,8 +62,11 @@ class Setup:
     @property
     def sharded(self) -> str | None:
         """What --shard spreads over the ranks; None for nothing, as on a single rank."""
-        wanted = self.config.hardware.shard
-        return wanted if wanted != "none" and self.world.size > 1 else None
+        return is_sharded(self.config, self.world)
+
+    def whole_model(self) -> AbstractContextManager[None]:
+        """Within it, this rank has all of a sharded model; every rank enters it together."""
+        return self.fully.whole() if self.fully else nullcontext()
 
     @property
     def in_tiles(self) -> bool:
@@ -92,6 +102,11 @@ class Setup:
         )
 
 
+def is_sharded(config: TrainConfig, world: World) -> str | None:
+    """Return what --shard spreads over the ranks; None for nothing, as on a single rank."""
+    return config.hardware.shard if config.hardware.shard != "none" and world.size > 1 else None
+
+
 def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, TrainState, Watch]:
     """Build everything of a run, restored from its checkpoint if it resumes one."""
     config, seed = request.train, request.train.data.seed
@@ -119,10 +134,9 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
         run_dir.notes.append("the run was exact up to its last checkpoint, and no longer is: give --exact")
 
     torch.manual_seed(seed)
-    model = recipe.model()
-    if isinstance(recipe, Pretrained) and saved is None and (note := recipe.load_pretrained(model)):
-        run_dir.notes.append(note)
-    model.to(world.device, chosen.dtype)
+    model, source = _make_model(recipe, config, world, chosen, run_dir, saved is None)
+    recomputed = config.hardware.activation_checkpointing
+    blocks = recompute(model, recomputed) if recomputed != "none" else 0
     sync_bn = _sync_batch_norm(model, config, batching, world)
     compiled = _is_compiled(config, world, sync_bn)
     exactness, different = None, list[str]()
@@ -131,10 +145,13 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
         exactness, different = _exactness(batching.tiles or 1, world, chosen, compiled, saved)
     setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn, different)
 
+    setup.recomputed = f"activations in {blocks} block(s), {recomputed}" if blocks else None
+    if setup.sharded == "full":
+        setup.fully = _shard_fully(setup, model, source)
     update = _update(setup, model)
     if setup.sharded:
-        update.split(Shares(update.parameters, world))
-    emas = [Ema(model, decay, update.shares) for decay in config.optim.ema_decay]
+        update.shard(setup.fully or Shares(model, world))
+    emas = [Ema(model, decay, update.sharding) for decay in config.optim.ema_decay]
     progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
     every = config.hardware.history_every if exactness else 0
     history = History(world, run_dir.path, model, every, batching.global_batch) if every else None
@@ -152,6 +169,30 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
         _check_same_run(saved, seed, size)
         state.restore(saved)
     return setup, state, watch
+
+
+def _make_model(
+    recipe: Recipe, config: TrainConfig, world: World, chosen: Precision, run_dir: RunDir, new_run: bool
+) -> tuple[nn.Module, nn.Module | None]:
+    """Return the model on its device; with --shard full on the meta device, and on rank 0 another one with values."""
+    if is_sharded(config, world) != "full":
+        return make_model(recipe, new_run, run_dir.notes.append).to(world.device, chosen.dtype), None
+    model, source = make_meta_model(recipe, new_run, run_dir.notes.append, world)
+    torch.manual_seed(config.data.seed)  # only rank 0 has drawn initial weights
+    return model.to(chosen.dtype), source
+
+
+def _shard_fully(setup: Setup, model: nn.Module, source: nn.Module | None) -> FullySharded:
+    """Spread the model over the ranks."""
+    _check_every_micro_batch_has_samples(setup.batching, setup.world, "--shard full")
+    sharded = FullySharded(Objective(setup.recipe.loss, model, setup.config.data.seed), setup.world)
+    sharded.fill(source)
+    return sharded
+
+
+def _check_every_micro_batch_has_samples(batching: Batching, world: World, what: str) -> None:
+    if batching.global_batch // world.size < batching.accumulation:
+        raise ValueError(f"{what} needs a sample in every micro-batch: raise --batch_size")
 
 
 def _exactness(
@@ -189,8 +230,7 @@ def _sync_batch_norm(model: nn.Module, config: TrainConfig, batching: Batching, 
     wanted = {"auto": world.size > 1, "on": True, "off": False}[config.hardware.sync_bn]
     if not wanted or not batchnorm.has_batch_norm(model):
         return False
-    if batching.global_batch // world.size < batching.accumulation:
-        raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise --batch_size")
+    _check_every_micro_batch_has_samples(batching, world, "BatchNorm over ranks")
     batchnorm.replace_batch_norm(model, partial(batchnorm.SyncBatchNorm, activity=world.activity))
     return True
 

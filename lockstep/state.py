@@ -69,9 +69,12 @@ class TrainState:
         self.model, self.update, self.emas, self.ledger, self.progress = model, update, emas, ledger, progress
         self.exactness, self.history = exactness, history
         self._sums: ExactSums | None = None
+        sharding = update.sharding
         self._tensors: dict[str, Stateful] = {
-            "model": model,
-            "optimizer": OptimizerState(update.optimizer, dict(model.named_parameters()), update.shares),
+            "model": sharding.model_state(model) if sharding else model,
+            "optimizer": OptimizerState(
+                update.optimizer, sharding.parameters(model) if sharding else dict(model.named_parameters())
+            ),
             **{f"ema-{ema.decay}": ema for ema in emas},
         }
         """By file of the checkpoint."""
@@ -105,7 +108,7 @@ class TrainState:
         """
         chosen = [name for name in self._tensors if name == "model" or everything]
         parts: dict[str, Mapping[str, Tensor]] = {name: self._tensors[name].state_dict() for name in chosen}
-        if (sharding := self.update.shares) is not None:
+        if (sharding := self.update.sharding) is not None:
             parts = {name: sharding.replicated(name, tensors) for name, tensors in parts.items()}
         return {
             name if part == "model" else f"{part}/{name}": tensor
@@ -122,7 +125,7 @@ class TrainState:
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a part; of a sharded run those of all ranks, on rank 0."""
-        return dict(tensors) if self.update.shares is None else self.update.shares.gather(tensors)
+        return dict(tensors) if self.update.sharding is None else self.update.sharding.gather(tensors)
 
     def restore(self, saved: Checkpoint) -> None:
         """Continue where the checkpoint was made, on any number of ranks."""
@@ -135,7 +138,8 @@ class TrainState:
         check_shapes(self.model.state_dict(), saved.tensors["model"], source)
         for name, part in self._tensors.items():
             if name in saved.tensors or name != "exact":  # a run may become exact when it is resumed
-                part.load_state_dict(saved.tensors[name])
+                whole, sharding = saved.tensors[name], self.update.sharding
+                part.load_state_dict(sharding.own(whole, name == "optimizer") if sharding else whole)
         flat = saved.state if "progress" not in saved.state else None  # version 0.1 wrote most numbers side by side
         for name, part in self._numbers.items():
             if (numbers := saved.state.get(name, None if name in ("exact", "history") else flat)) is not None:
@@ -147,7 +151,7 @@ class TrainState:
         Every rank calls this; `folder` is that of rank 0, and None elsewhere.
         """
         facts = {"recipe": recipe, "step": str(self.progress.step)}
-        files: list[tuple[str, Stateful, dict[str, str]]] = [("model", self.model, facts)]
+        files: list[tuple[str, Stateful, dict[str, str]]] = [("model", self._tensors["model"], facts)]
         for ema in self.emas:
             name = "model_ema" if ema is self.emas[0] else f"model_ema-{ema.decay}"
             files.append((name, ema, {**facts, "decay": str(ema.decay)}))

@@ -68,9 +68,10 @@ class TrainStep:
         if setup.in_tiles and self.state.sums is None:  # also when memory does not suffice for a run's only tile
             sum_exactly(setup, self.state)
         sums, self.normalizer.tiles = self.state.sums, setup.batching.tiles
-        objective = Objective(setup.recipe.loss, self.state.model, self.seed)
+        fully = setup.fully
+        objective = fully.objective if fully else Objective(setup.recipe.loss, self.state.model, self.seed)
         self.tiles = Tiles(self.state.model, sums, setup.batching.tiles or 1, self.world) if sums else None
-        self.replica = Replica(objective, self.world, static_graph=not setup.compiled, tiles=self.tiles)
+        self.replica = Replica(objective, self.world, static_graph=not setup.compiled, tiles=self.tiles, fully=fully)
         self.replica.buckets.on_ready = self.times.gradients_ready
         if self.world.size > 1:
             self._warm_up_ddp()
@@ -176,6 +177,11 @@ class TrainStep:
         except torch.OutOfMemoryError:
             if self.setup.sync_bn:
                 raise  # other ranks wait in the middle of a forward pass: no agreement is possible there
+            if self.setup.fully:  # the same
+                raise OutOfMemory(
+                    f"rank {self.world.rank} has not enough memory for step {step + 1}; resume with a smaller "
+                    "--batch_size or --activation_checkpointing blocks (--shard full cannot change that in a run)"
+                ) from None
             if sync:
                 self.replica.buckets.release()
             return None

@@ -39,9 +39,8 @@ class Trainer:
         self.recipe, self.precision = self.setup.recipe, self.setup.precision
         self.model, self.update, self.progress = self.state.model, self.state.update, self.state.progress
         self.resumed_step = self.progress.step
-        seed = self.config.data.seed
-        exact = self.config.hardware.exact
-        self.evaluator = Evaluator(self.recipe, self.model, world, self.precision.autocast, seed, exact)
+        seed, exact, autocast = self.config.data.seed, self.config.hardware.exact, self.precision.autocast
+        self.evaluator = Evaluator(self.recipe, self.model, world, autocast, seed, self.setup.whole_model, exact)
         self.sampler = Sampler(
             self.evaluator, self.state.emas, self.folder, lambda text: self.trackers.status(text), self.say
         )

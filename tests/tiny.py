@@ -113,6 +113,51 @@ class Plain(Tiny):
         return Loss(error.sum(), error.numel())
 
 
+class Block(nn.Module):
+    """What repeats in a deep network."""
+
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.rise, self.fall = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.fall(F.gelu(self.rise(self.norm(x)))))
+
+
+class Residual(nn.Module):
+    """Some blocks in a row, and a buffer that is not saved."""
+
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.rise, self.fall = nn.Linear(6, width), nn.Linear(width, 4)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(3))
+        self.register_buffer("waves", torch.linspace(0, 3, width).sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.rise(x) + self.waves
+        for block in self.blocks:
+            x = block(x)
+        return self.fall(x)
+
+
+class Deep(Labelled):
+    """With blocks, of an odd width, that may be sharded and recomputed."""
+
+    name = "deep"
+    dropout = 0.0
+
+    def model(self) -> nn.Module:
+        return Residual(11, self.dropout)
+
+
+class DeepWithDropout(Deep):
+    """With dropout in its blocks."""
+
+    name = "deepdropout"
+    dropout = 0.3
+
+
 class WithBatchNorm(Plain):
     """With BatchNorm, whose statistics should be those of the global batch."""
 

@@ -19,7 +19,7 @@ FLAGS += ["--clip_grad", "1"]
 
 
 def state_after(world: World, recipe: str, flags: list[str]) -> tuple[dict[str, Tensor], int]:
-    """All tensors of the last state, whole on rank 0, and how many numbers this rank keeps in optimizer and averages."""
+    """All tensors of the last state, whole on rank 0, and how many numbers of state and averages this rank keeps."""
     run = trainer(world, recipe, flags)
     run.fit()
     kept = sum(t.numel() for state in run.update.optimizer.state.values() for t in state.values())
@@ -80,3 +80,38 @@ def test_a_checkpoint_of_sharded_ranks_loads_into_a_plain_module(ranks, tmp_path
     model.load_state_dict(saved.tensors["model"])
     assert load_file(tmp_path / "model.safetensors").keys() == dict(model.named_parameters()).keys()
     assert torch.isfinite(torch.stack([p.sum() for p in model.parameters()])).all()
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """The names of tensors that differ by more than rounding."""
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.allclose(a[name].double(), b[name].double(), rtol=1e-4, atol=1e-6)]
+
+
+FULL = ["--batch_size", "4", "--global_batch_size", "24", "--log_every", "2", "--ema_decay", "0.9", "--n_steps", "6"]
+FULL += ["--clip_grad", "1", "--eval_every", "3", "--precision", "fp64"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--optimizer", "sgd"], ["--activation_checkpointing", "selective"]])
+def test_fully_sharded_ranks_give_what_ddp_gives(ranks, tmp_path: Path, flags: list[str]) -> None:
+    """Also with three ranks, whose rows of a parameter are not all as many."""
+    flags = [*FULL, *flags]
+    plain = state_after(World(), "Deep", [*flags, "--out", str(tmp_path / "none")])
+    for size in (2, 3):
+        out = tmp_path / f"full-{size}"
+        answers = ranks(size)(state_after, "Deep", [*flags, "--shard", "full", "--out", str(out)])
+        assert close(plain[0], whole(answers)) == []
+        assert all(kept < plain[1] / size * 1.25 for _, kept in answers)
+        names = ("model.safetensors", "model_ema.safetensors")
+        assert [close(load_file(tmp_path / "none" / name), load_file(out / name)) for name in names] == [[], []]
+        losses = [[line["val/loss"] for line in lines(o) if "val/loss" in line] for o in (tmp_path / "none", out)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 2
+
+
+def test_a_run_goes_on_with_other_ranks_and_another_strategy(ranks, tmp_path: Path) -> None:
+    flags = [*FULL, "--n_steps"]
+    expected = state_after(World(), "Deep", [*flags, "12", "--out", str(tmp_path / "1")])[0]
+    for steps, size, shard in (("3", 2, "full"), ("6", 3, "optimizer"), ("9", 3, "full"), ("12", 2, "none")):
+        words = [*flags, steps, "--shard", shard, "--resume", "auto", "--out", str(tmp_path / "parts")]
+        answers = ranks(size)(state_after, "Deep", words)
+    assert close(expected, whole(answers)) == []
