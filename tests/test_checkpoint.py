@@ -165,7 +165,7 @@ class Gate:
             self.inside += 1
             self.most = max(self.most, self.inside)
             self.entered.set()
-            assert threading.current_thread() is not threading.main_thread() and self.open.wait(60)
+            assert threading.current_thread() is not threading.main_thread() and self.open.wait(300)
             fill(*arguments)
             self.inside -= 1
 
@@ -178,7 +178,7 @@ def test_save_returns_before_the_file_is_there(tmp_path: Path, monkeypatch: pyte
     begun = time.perf_counter()
     pause = checkpoints.save(1, content(1), {"step": 1})
     assert 0 < pause <= time.perf_counter() - begun
-    assert gate.entered.wait(60) and gate.inside == 1  # it is being written
+    assert gate.entered.wait(300) and gate.inside == 1  # it is being written
     assert newest(tmp_path / "checkpoints", silent) is None
     gate.open.set()
     checkpoints.wait()
