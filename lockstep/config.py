@@ -172,6 +172,10 @@ class Hardware:
     """Steps between two digests of weights and gradients in history.jsonl of an exact run; 0: none."""
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
+    grad_compression: Literal["none", "bf16"] = "none"
+    """What gradients are rounded to on their way between the ranks; bf16: half the bytes, sums of 8 bits' accuracy."""
+    bucket_mb: int = 25
+    """Gradients are summed over the ranks in pieces of about so many MB, while backward is still running."""
     max_restarts: int = 0
     """How often --nproc restarts all ranks, from the last checkpoint, after one has failed."""
     timeout: float = 600.0
@@ -194,6 +198,9 @@ class Hardware:
         check(self.max_restarts >= 0, "max_restarts is at least 0", self.max_restarts)
         check(self.history_every >= 0, "history_every is at least 0 steps (0: never)", self.history_every)
         check(self.timeout > 0, "timeout is more than 0 seconds", self.timeout)
+        check(self.bucket_mb >= 1, "bucket_mb is at least 1", self.bucket_mb)
+        rounded = self.exact and self.grad_compression != "none"
+        check(not rounded, "exact takes --grad_compression none", self.grad_compression, "its sums are not rounded")
         wide = self.exact and self.precision == "fp64"
         check(not wide, "exact takes --precision bf16, fp16 or fp32", "fp64", "its sums are of float32 gradients")
         both = self.exact and self.shard == "full"
@@ -210,6 +217,10 @@ class Hardware:
             ("max_restarts", not facts.has_agent, "there is one process, and no agent to restart it"),
             ("spot_check_every", not self.exact, "the run is not exact (--exact)"),
             ("spot_check_every", facts.world_size == 1, "there is one rank, and no other to repeat its tiles"),
+            ("grad_compression", facts.world_size == 1, "there is one rank, and gradients go nowhere"),
+            ("bucket_mb", facts.world_size == 1, "there is one rank, and gradients go nowhere"),
+            ("grad_compression", self.shard == "full", "FSDP sums gradients as they are"),
+            ("bucket_mb", self.shard == "full", "FSDP sums gradients block by block"),
             ("on_corruption", facts.world_size == 1, "there is one rank, and no other to compare it with"),
             ("shard", facts.world_size == 1, "there is one rank, and no other to share with"),
             ("history_every", not self.exact, "only an exact run has a history"),

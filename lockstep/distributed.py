@@ -111,11 +111,20 @@ class World:
 
     def all_reduce_max(self, number: int) -> int:
         """Return the largest of all ranks' numbers. A message between hosts: it does not wait for the devices."""
+        return self.start_all_reduce_max(number)()
+
+    def start_all_reduce_max(self, number: int) -> Callable[[], int]:
+        """Return what waits for the largest of all ranks' numbers, which is on its way from now on."""
         if self.size == 1:
-            return number
+            return lambda: number
         largest = torch.tensor([number], dtype=torch.int32)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.cpu_group)
-        return int(largest.item())
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.cpu_group, async_op=True)
+
+        def answer() -> int:
+            work.wait()
+            return int(largest.item())
+
+        return answer
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank: how ranks decide together to skip a step, or to stop."""

@@ -6,6 +6,7 @@ The only file that names DistributedDataParallel; what FSDP2 does is in sharding
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,39 +30,75 @@ _SYNC_BUFFERS = next(
 )
 
 
-class Buckets:
-    """The gradient buckets of one step. It holds no reference to the replica, or DDP would never be freed."""
+@dataclass(frozen=True)
+class Wire:
+    """How gradients go from rank to rank."""
 
-    def __init__(self, sums: ExactSums | None) -> None:
-        self.sums = sums
+    bucket_mb: int = 25
+    """About how much is summed at a time."""
+    dtype: torch.dtype | None = None
+    """What gradients are sent as, if not as they are."""
+
+
+class Buckets:
+    """The gradient buckets of one step. It holds no reference to the replica, or DDP would never be freed.
+
+    `dtype`: what gradients are sent as, if not as they are.
+    """
+
+    def __init__(self, sums: ExactSums | None, dtype: torch.dtype | None = None) -> None:
+        self.sums, self.dtype = sums, dtype
         self.issued = 0
         """How many all-reduces this step has issued; the step sets it to 0 at its start."""
         self.layout: dict[int, Tensor] = {}
         """By number of the bucket, the tensor that is all-reduced."""
         self.on_ready: Callable[[], None] = lambda: None
         """Called whenever a bucket is ready to be summed."""
+        self.on_last: Callable[[], None] = lambda: None
+        """Called when this rank has all its gradients, and the other ranks' are on their way."""
 
     def release(self) -> None:
         """Issue the all-reduces that are missing, with zeros: other ranks wait for gradients this rank cannot make."""
         for number in sorted(self.layout)[self.issued :]:
             dist.all_reduce(torch.zeros_like(self.layout[number]))
 
+    def sent_as(self, bucket: dist.GradBucket) -> Tensor:
+        """Return what is all-reduced for a bucket; where it is smaller, in memory that is used in each step."""
+        gradients, kept = bucket.buffer().detach(), self.layout.get(bucket.index())
+        if self.dtype is None or self.dtype.itemsize >= gradients.dtype.itemsize:
+            return gradients
+        if kept is None or kept.shape != gradients.shape:
+            return gradients.to(self.dtype)
+        return kept.copy_(gradients)
+
+    def describe(self) -> str:
+        """Return how much is sent in a step."""
+        tensors = list(self.layout.values())
+        if not tensors:
+            return ""  # FSDP sends them
+        kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+        return f"{sum(t.nbytes for t in tensors) / 1e6:.1f} MB per step as {', '.join(kinds)}, {len(tensors)} bucket(s)"
+
 
 def _sum_bucket(buckets: Buckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP communication hook: sum a bucket over the ranks (loss.py divides) and remember its shape."""
     buckets.issued += 1
     buckets.on_ready()
-    summed = bucket.buffer().detach()
+    gradients, summed = bucket.buffer(), buckets.sent_as(bucket)
     if buckets.sums is not None:
         numbers = [buckets.sums.number[parameter] for parameter in bucket.parameters()]
-        gradients = list(zip(numbers, bucket.gradients(), strict=True))
-        buckets.sums.add(gradients, last=True)
+        tile = list(zip(numbers, bucket.gradients(), strict=True))
+        buckets.sums.add(tile, last=True)
         if buckets.sums.observer is not None:
-            buckets.sums.observer.add_sums([(i, gradient.view(torch.int32)) for i, gradient in gradients])
+            buckets.sums.observer.add_sums([(i, gradient.view(torch.int32)) for i, gradient in tile])
         summed = summed.view(torch.int32)
     buckets.layout[bucket.index()] = summed
     work = dist.all_reduce(summed, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0].view(bucket.buffer().dtype))
+    if bucket.is_last():
+        buckets.on_last()
+    if summed.dtype.itemsize < gradients.dtype.itemsize:
+        return work.get_future().then(lambda _: gradients.copy_(summed))
+    return work.get_future().then(lambda done: done.value()[0].view(gradients.dtype))
 
 
 class Tiles:
@@ -122,7 +159,7 @@ class Replica:
 
     def __init__(
         self, objective: Objective, world: World, static_graph: bool, tiles: Tiles | None = None,
-        fully: FullySharded | None = None,
+        fully: FullySharded | None = None, wire: Wire = Wire(),
     ):  # fmt: skip
         """`fully`: the objective's parameters are spread over the ranks, and it sums gradients by itself."""
         self.objective, self.model, self.world, self._fully = objective, objective.model, world, fully
@@ -130,9 +167,9 @@ class Replica:
         """Call this, never the objective itself: gradients are synchronised on the way back."""
         self.no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Within it, backward adds up gradients on this rank alone."""
-        self.buckets = Buckets(tiles.sums if tiles else None)
+        self.buckets = Buckets(tiles.sums if tiles else None, wire.dtype)
         if world.size > 1 and fully is None:
-            self.forward = ddp = self._wrap(objective, world, static_graph)
+            self.forward = ddp = self._wrap(objective, world, static_graph, wire.bucket_mb)
             self.no_sync = ddp.no_sync
 
     def compile(self, exact: bool) -> None:
@@ -148,7 +185,7 @@ class Replica:
         else:
             self.forward = torch.compile(self.forward)
 
-    def _wrap(self, objective: Objective, world: World, static_graph: bool) -> DistributedDataParallel:
+    def _wrap(self, objective: Objective, world: World, static_graph: bool, bucket_mb: int) -> DistributedDataParallel:
         own_statistics = any(
             isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm | TileBatchNorm) for m in objective.modules()
         )
@@ -156,6 +193,7 @@ class Replica:
             objective,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_mb,
             # A static graph finds unused parameters by itself, but its hooks do not go together with compiled graphs,
             # which Dynamo cuts at bucket borders so that communication still overlaps with the backward pass.
             static_graph=static_graph,

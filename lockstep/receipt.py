@@ -56,8 +56,11 @@ class Receipt:
         write_text(path, json.dumps({**self.facts, **dict(self.rows), "notes": self.notes}, indent=2) + "\n")
 
 
-def make_receipt(setup: Setup, state: TrainState, data: dict[str, list[str]]) -> Receipt:
-    """Return the receipt of a run that begins, or resumes, now; `data` has digests of some samples of each split."""
+def make_receipt(setup: Setup, state: TrainState, data: dict[str, list[str]], gradients: str) -> Receipt:
+    """Return the receipt of a run that begins, or resumes, now.
+
+    `data` has digests of some samples of each split, `gradients` says how much of them each rank sends.
+    """
     request, run_dir = setup.request, setup.run_dir
     before = read_receipt(run_dir.path).get("launches", []) if run_dir.resumes_own_run else []
     facts = {
@@ -73,7 +76,8 @@ def make_receipt(setup: Setup, state: TrainState, data: dict[str, list[str]]) ->
     }
     broken = [f"no longer exact: {why}" for why in (state.exactness.breaks if state.exactness else [])]
     notes = [*run_dir.notes, *_resume_notes(run_dir.resume_from, facts), *broken]
-    return Receipt(facts, _rows(setup, state), [*notes, *_notes(setup, state.model, state.update.own_optimizer)])
+    rows = _rows(setup, state, gradients)
+    return Receipt(facts, rows, [*notes, *_notes(setup, state.model, state.update.own_optimizer)])
 
 
 def _resume_notes(resume_from: Path | None, facts: dict[str, Any]) -> list[str]:
@@ -89,7 +93,7 @@ def _resume_notes(resume_from: Path | None, facts: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
+def _rows(setup: Setup, state: TrainState, gradients: str) -> list[tuple[str, str]]:
     b, world, resume_from = setup.batching, setup.world, setup.run_dir.resume_from
     model, data = type(state.model).__name__, ""
     if isinstance(setup.recipe, Describes):
@@ -105,6 +109,7 @@ def _rows(setup: Setup, state: TrainState) -> list[tuple[str, str]]:
         ("learning rate", _learning_rate(setup.config.optim, state.update)),
         ("optimizer", f"{type(state.update.optimizer).__name__}, averages: {[e.decay for e in state.emas] or 'none'}"),
         ("precision", f"{setup.precision.name}, {'compiled' if setup.compiled else 'not compiled'}"),
+        *([("gradients", gradients)] if gradients else []),
         ("exact", _exactness(state.exactness, b) + _spot_checks(setup)),
         *([("sharded", _SHARDED[setup.sharded])] if setup.sharded else []),
         *([("recomputed", setup.recomputed)] if setup.recomputed else []),

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from . import loader
 from .batching import MicroBatch
+from .distributed import World
 from .exact import Numbered
 from .hashing import GOLDEN_GAMMA
 from .loss import ExactLossSums, Finished, LossSums, Objective, sums_and_weights
 from .outcome import OutOfMemory
-from .parallel import Replica, Tiles
+from .parallel import Replica, Tiles, Wire
 from .recipe import AfterStep
 from .setup import Setup, sum_exactly
 from .state import TrainState
@@ -31,6 +32,27 @@ from .watch.stragglers import StepTimes
 
 OUT_OF_MEMORY = 1000
 """A stop request more urgent than any signal's number."""
+
+
+class Agreement:
+    """What all ranks decide in a step: asked when a rank has its gradients, answered when those of all are summed."""
+
+    def __init__(self, world: World, stop_request: int):
+        self._world, self._stop_request = world, stop_request
+        self._answer: Callable[[], int] | None = None
+
+    def ask(self, out_of_memory: bool = False) -> None:
+        """Send this rank's part, unless that is done."""
+        if self._answer is None:
+            self._answer = self._world.start_all_reduce_max(OUT_OF_MEMORY if out_of_memory else self._stop_request)
+        elif out_of_memory:
+            raise OutOfMemory("there is not enough memory to sum the gradients; use a smaller --batch_size")
+
+    def answer(self, out_of_memory: bool) -> int:
+        """Return the most urgent of all ranks' requests."""
+        self.ask(out_of_memory)
+        assert self._answer is not None
+        return self._answer()
 
 
 class TrainStep:
@@ -58,6 +80,8 @@ class TrainStep:
         """What is to be said about random numbers that the loss does not take from `rng`; known with several ranks."""
         self._unconfirmed: tuple[int, list[MicroBatch], list[Finished]] | None = None
         """Of an exact run: the last step, until it is known that its gradients fitted the grid."""
+        self._agreement: Agreement | None = None
+        """Of the step that is made, until the first of its passes is done."""
         self._per_sample: dict[str, Tensor] | None = None
         """Of the last global batch that was accumulated: what the terms of its loss are divided by."""
         self.build()
@@ -71,8 +95,10 @@ class TrainStep:
         fully = setup.fully
         objective = fully.objective if fully else Objective(setup.recipe.loss, self.state.model, self.seed)
         self.tiles = Tiles(self.state.model, sums, setup.batching.tiles or 1, self.world) if sums else None
-        self.replica = Replica(objective, self.world, static_graph=not setup.compiled, tiles=self.tiles, fully=fully)
-        self.replica.buckets.on_ready = self.times.gradients_ready
+        hardware = setup.config.hardware
+        wire = Wire(hardware.bucket_mb, torch.bfloat16 if hardware.grad_compression == "bf16" else None)
+        self.replica = Replica(objective, self.world, not setup.compiled, self.tiles, fully, wire)
+        self.replica.buckets.on_ready, self.replica.buckets.on_last = self.times.gradients_ready, self._ask
         if self.world.size > 1:
             self._warm_up_ddp()
         if setup.compiled:
@@ -117,8 +143,9 @@ class TrainStep:
         step, batches = self.state.progress.step, self.loader.step()
         if self.tiles is not None:
             return self._run_exactly(step, list(batches), stop_request, self.tiles)
+        self._agreement = Agreement(self.world, stop_request)
         finished = self._accumulate_gradients(step, batches)
-        agreed = self.world.all_reduce_max(OUT_OF_MEMORY if finished is None else stop_request)
+        agreed = self._agree(out_of_memory=finished is None)
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None  # frees its memory
             return self._redo_with_smaller_micro_batches(stop_request)
@@ -138,6 +165,16 @@ class TrainStep:
         self.samples_used += [micro.samples for micro in finished]
         self.loss_sums.add(finished)
         return agreed
+
+    def _ask(self) -> None:
+        """Ask for the agreement of this step, so that it travels with the last gradients."""
+        if self._agreement is not None:
+            self._agreement.ask()
+
+    def _agree(self, out_of_memory: bool) -> int:
+        assert self._agreement is not None
+        agreement, self._agreement = self._agreement, None
+        return agreement.answer(out_of_memory)
 
     def _accumulate_gradients(
         self, step: int, batches: Iterable[MicroBatch], sync: bool = True, repeated: bool = False
@@ -192,8 +229,9 @@ class TrainStep:
         if self.spot is not None:
             batches = self.spot.start_step(step, batches)
         accumulate = self._accumulate_gradients if tiles.sums.known else self._measure_then_accumulate
+        self._agreement = Agreement(self.world, stop_request)
         finished = accumulate(step, batches)
-        agreed = self.world.all_reduce_max(OUT_OF_MEMORY if finished is None else stop_request)
+        agreed = self._agree(out_of_memory=finished is None)
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None
             return self._redo_with_smaller_micro_batches(stop_request)

@@ -148,7 +148,7 @@ class Trainer:
         if self.state.history is None:
             discard_history(self.folder, step)
         started_before = self.setup.run_dir.resume_from or (self.folder / "receipt.json").exists()
-        receipt = make_receipt(self.setup, self.state, self.watch.data.digests())
+        receipt = make_receipt(self.setup, self.state, self.watch.data.digests(), self.step.replica.buckets.describe())
         try:
             request.write(self.folder / "config.yaml")
             receipt.write(self.folder / "receipt.json")
