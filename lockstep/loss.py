@@ -81,6 +81,12 @@ def check_loss(returned: Any) -> Loss:
     if not isinstance(returned.total, Tensor) or returned.total.numel() != 1:
         shape = tuple(returned.total.shape) if isinstance(returned.total, Tensor) else type(returned.total).__name__
         raise ValueError(f"the total of a Loss is a tensor with one number, not {shape}; for example: {form}")
+    for name, value in returned.logs.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"loss() logs {name} as a {type(value).__name__}: a log is a tensor, the sum over the same elements as "
+                f"the loss, such as Loss(total, weight, {name}={name}.sum())"
+            )
     return returned
 
 

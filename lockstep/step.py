@@ -14,7 +14,6 @@ from torch import Tensor
 
 from . import loader
 from .batching import MicroBatch
-from .distributed import World
 from .exact import Numbered
 from .hashing import GOLDEN_GAMMA
 from .loss import ExactLossSums, Finished, LossSums, Objective, sums_and_weights
@@ -32,27 +31,6 @@ from .watch.stragglers import StepTimes
 
 OUT_OF_MEMORY = 1000
 """A stop request more urgent than any signal's number."""
-
-
-class Agreement:
-    """What all ranks decide in a step: asked when a rank has its gradients, answered when those of all are summed."""
-
-    def __init__(self, world: World, stop_request: int):
-        self._world, self._stop_request = world, stop_request
-        self._answer: Callable[[], int] | None = None
-
-    def ask(self, out_of_memory: bool = False) -> None:
-        """Send this rank's part, unless that is done."""
-        if self._answer is None:
-            self._answer = self._world.start_all_reduce_max(OUT_OF_MEMORY if out_of_memory else self._stop_request)
-        elif out_of_memory:
-            raise OutOfMemory("there is not enough memory to sum the gradients; use a smaller --batch_size")
-
-    def answer(self, out_of_memory: bool) -> int:
-        """Return the most urgent of all ranks' requests."""
-        self.ask(out_of_memory)
-        assert self._answer is not None
-        return self._answer()
 
 
 class TrainStep:
@@ -80,8 +58,10 @@ class TrainStep:
         """What is to be said about random numbers that the loss does not take from `rng`; known with several ranks."""
         self._unconfirmed: tuple[int, list[MicroBatch], list[Finished]] | None = None
         """Of an exact run: the last step, until it is known that its gradients fitted the grid."""
-        self._agreement: Agreement | None = None
-        """Of the step that is made, until the first of its passes is done."""
+        self._request: int | None = None
+        """This rank's stop request in the step that is made, until all ranks have agreed on one."""
+        self._answer: Callable[[], int] | None = None
+        """What waits for the agreement, once it was asked for."""
         self._per_sample: dict[str, Tensor] | None = None
         """Of the last global batch that was accumulated: what the terms of its loss are divided by."""
         self.build()
@@ -143,9 +123,9 @@ class TrainStep:
         step, batches = self.state.progress.step, self.loader.step()
         if self.tiles is not None:
             return self._run_exactly(step, list(batches), stop_request, self.tiles)
-        self._agreement = Agreement(self.world, stop_request)
+        self._request = stop_request
         finished = self._accumulate_gradients(step, batches)
-        agreed = self._agree(out_of_memory=finished is None)
+        agreed = self._agree(OUT_OF_MEMORY if finished is None else stop_request)
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None  # frees its memory
             return self._redo_with_smaller_micro_batches(stop_request)
@@ -167,14 +147,19 @@ class TrainStep:
         return agreed
 
     def _ask(self) -> None:
-        """Ask for the agreement of this step, so that it travels with the last gradients."""
-        if self._agreement is not None:
-            self._agreement.ask()
+        """Ask for the agreement when this rank has its gradients: it travels with the last of them."""
+        if self._request is not None and self._answer is None:
+            self._answer = self.world.start_all_reduce_max(self._request)
 
-    def _agree(self, out_of_memory: bool) -> int:
-        assert self._agreement is not None
-        agreement, self._agreement = self._agreement, None
-        return agreement.answer(out_of_memory)
+    def _agree(self, request: int) -> int:
+        """Return the most urgent of all ranks' requests."""
+        if self.world.size == 1:
+            return request
+        if self._answer is not None and request == OUT_OF_MEMORY:
+            raise OutOfMemory("there is not enough memory to sum the gradients; use a smaller --batch_size")
+        answer = self._answer or self.world.start_all_reduce_max(request)
+        self._request = self._answer = None
+        return answer()
 
     def _accumulate_gradients(
         self, step: int, batches: Iterable[MicroBatch], sync: bool = True, repeated: bool = False
@@ -229,9 +214,9 @@ class TrainStep:
         if self.spot is not None:
             batches = self.spot.start_step(step, batches)
         accumulate = self._accumulate_gradients if tiles.sums.known else self._measure_then_accumulate
-        self._agreement = Agreement(self.world, stop_request)
+        self._request = stop_request
         finished = accumulate(step, batches)
-        agreed = self._agree(out_of_memory=finished is None)
+        agreed = self._agree(OUT_OF_MEMORY if finished is None else stop_request)
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None
             return self._redo_with_smaller_micro_batches(stop_request)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.config import Hardware
 from lockstep.distributed import World
-from lockstep.step import OUT_OF_MEMORY, Agreement
+from lockstep.step import OUT_OF_MEMORY
 from multi.ranks import Ranks
 
 Get = Callable[[int], Ranks]
@@ -23,9 +23,9 @@ def trained(world: World, flags: list[str]) -> tuple[dict[str, Tensor], list[boo
     run = trainer(world, "Labelled", [*FLAGS, *flags])
     agree, early = run.step._agree, list[bool]()
 
-    def recorded(out_of_memory: bool) -> int:
-        early.append(run.step._agreement is not None and run.step._agreement._answer is not None)
-        return agree(out_of_memory)
+    def recorded(request: int) -> int:
+        early.append(run.step._answer is not None)
+        return agree(request)
 
     run.step._agree = recorded  # type: ignore[method-assign]
     run.fit()
@@ -46,9 +46,9 @@ def test_compressed_gradients_are_half_as_many_bytes_and_train_nearly_the_same(r
 
 
 def agreed(world: World) -> tuple[int, int]:
-    first, second = Agreement(world, 15 if world.rank == 1 else 0), Agreement(world, 2)
-    first.ask()
-    return first.answer(out_of_memory=False), second.answer(out_of_memory=world.rank == 2)
+    first = world.start_all_reduce_max(15 * (world.rank == 1))
+    second = world.start_all_reduce_max(OUT_OF_MEMORY * (world.rank == 2))
+    return first(), second()
 
 
 def test_the_most_urgent_request_of_any_rank_is_what_all_agree_on(ranks: Get) -> None:
