@@ -159,10 +159,16 @@ class Replica:
 
     def __init__(
         self, objective: Objective, world: World, static_graph: bool, tiles: Tiles | None = None,
-        fully: FullySharded | None = None, wire: Wire = Wire(),
+        fully: FullySharded | None = None, wire: Wire | None = None,
     ):  # fmt: skip
         """`fully`: the objective's parameters are spread over the ranks, and it sums gradients by itself."""
-        self.objective, self.model, self.world, self._fully = objective, objective.model, world, fully
+        wire, self.objective, self.model, self.world, self._fully = (
+            wire or Wire(),
+            objective,
+            objective.model,
+            world,
+            fully,
+        )
         self.forward: Callable[..., Any] = objective
         """Call this, never the objective itself: gradients are synchronised on the way back."""
         self.no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
