@@ -105,6 +105,7 @@ class Forward(Event):
 
 class Backward(Event):
     scaled: bool = False  # whether the loss was multiplied or divided last, other than by a gradient scaler
+    divided_by: list[float] = field(default_factory=list)  # numbers, the last first
 
 
 class Return(Event):
@@ -147,6 +148,8 @@ class Step(Event):
     prints: int = 0
     waits: list[tuple[str, int, str]] = field(default_factory=list)  # for the device: file, line, method of Tensor
     unused_search_empty: bool | None = None  # whether find_unused_parameters found none; None: DDP does not search
+    unmoved: float | None = None  # share of bfloat16 weights with a gradient that this step left as they were
+    clipped_before_sum: bool = False  # whether collectives carried as much as all gradients after these were clipped
     devices: list[str] = field(default_factory=list)  # of the optimizer's parameters. These five: in step 1 only.
     fp16_weights: bool = False
     keeps_state: bool = True  # whether the optimizer has state now
@@ -186,6 +189,22 @@ class LossValue(Event):
 
 class SchedulerStep(Event):
     metric: float | None = None  # of ReduceLROnPlateau
+    scheduler: int = 0
+    horizon: int | None = None  # after how many steps it has come to its end, if it says that
+
+
+class AverageChanged(Event):
+    """A model that no optimizer has is another than in the backward pass before."""
+
+    average: int
+    between: bool  # whether the optimizer has not stepped since then
+
+
+class AverageRead(Event):
+    """The weights of a model that may be an average are read, for the first time since the last step."""
+
+    average: int
+    is_use: bool  # whether it is no update of the average
 
 
 # -- wrappers ---------------------------------------------------------------------------------------------------------
@@ -255,6 +274,8 @@ class PassStart(Event):
     is_stream: bool = False
     size: int | None = None
     is_subset: bool = False
+    sampled: int | None = None  # samples that the sampler gives to this rank
+    drop_last: bool = False
     subset: list[int] | None = None  # the indices of a Subset in the whole data set, if they are not too many
     batch_size: int | None = None
     batches: int | None = None
@@ -263,6 +284,14 @@ class PassStart(Event):
     sampler: str | None = None
     in_order: bool = False  # whether nothing shuffles
     has_set_epoch: bool = False
+
+
+class TrainingMode(Event):
+    """The first forward pass in training mode on the batches of a pass."""
+
+    loader: int
+    epoch: int
+    layers: list[str]  # that work differently in evaluation
 
 
 class Batch(Event):
@@ -319,7 +348,7 @@ class Scaler(Event):
 
 
 class Clip(Event):
-    pass
+    of_shards: bool = False  # whether the norm is that of the rank's own shards
 
 
 # -- files and logs ---------------------------------------------------------------------------------------------------

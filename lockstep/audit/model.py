@@ -34,6 +34,7 @@ class Update:
     """What led to one optimizer step."""
 
     backwards: list[events.Backward] = field(default_factory=list)
+    clips: int = 0
     syncs: list[bool] = field(default_factory=list)  # for each forward pass of DDP: whether its backward pass does
     passes: list[tuple[int, int]] = field(default_factory=list)  # for each backward pass: loader and epoch of its batch
 
@@ -161,6 +162,8 @@ class Rank:
                 current.syncs.append(event.syncs)
             elif isinstance(event, events.Batch):
                 last = event.loader, event.epoch
+            elif isinstance(event, events.Clip):
+                current.clips += 1
             elif isinstance(event, events.ZeroGrad) and current.backwards:
                 updates[-1] = Update()
             elif isinstance(event, events.Step):

@@ -2,10 +2,22 @@
 
 from ..catalog import CONSEQUENCES, Finding
 from ..model import Trace
-from . import collectives, files, precision, randomness, replicas, samples, settings, step
+from . import (
+    averages,
+    collectives,
+    evaluation,
+    files,
+    precision,
+    randomness,
+    replicas,
+    samples,
+    schedules,
+    settings,
+    step,
+)  # fmt: skip
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
-_OF_RANKS = (replicas, collectives, step, precision, files, settings)
+_OF_RANKS = (replicas, schedules, averages, collectives, step, evaluation, precision, files, settings)
 _OF_SAMPLES = (samples, randomness)
 """Whether ranks see and draw the same: ranks that share one layer must, and count as one."""
 

@@ -1,8 +1,7 @@
-"""One model: equal weights, equal rates, equal buffers on all ranks, and something that is trained."""
+"""One model: equal weights, equal buffers on all ranks, and something that is trained."""
 
 from collections.abc import Iterator
 
-from ...watch.agreement import disagreement
 from ...watch.drift import differing
 from .. import events
 from ..catalog import Finding, finding
@@ -15,7 +14,6 @@ _NO_DATA = ("barrier", "init_process_group", "destroy_process_group", "new_group
 
 def judge(trace: Trace) -> Iterator[Finding]:
     if trace.world > 1:
-        yield from _schedule(trace)
         yield from _weights(trace)
         yield from _moved(trace.ranks[0])
         yield from _buffers(trace)
@@ -105,22 +103,6 @@ def _moved(rank: Rank) -> Iterator[Finding]:
             seen = "DDP has its hooks and buckets on the tensors from before: on a GPU nothing is synchronised any more"
             yield finding("moved-after-wrapping", what, move.at, seen)
             return
-
-
-def _schedule(trace: Trace) -> Iterator[Finding]:
-    if plateaus := trace.difference(events.SchedulerStep, lambda s: s.metric):
-        values = ", ".join(f"rank {n}: {s.metric:g}" for n, s in enumerate(plateaus))
-        what = "the schedule is driven by a value that differs between ranks"
-        yield finding("differing-schedule", what, plateaus[0].at, values)
-        return
-    for (n, _), steps in trace.by_key(events.Step, lambda s: (s.n, s.optimizer)).items():
-        if found := disagreement([{"lr": s.lr} for s in steps]):
-            at = next((scheduler.at for _, scheduler in trace.all(events.SchedulerStep)), steps[0].at)
-            rates = f"at step {n}: {steps[0].lr} on rank 0, {steps[found[1]].lr} on rank {found[1]}"
-            yield finding("differing-schedule", "the learning rate differs between ranks", at, rates)
-            return
-    if scalers := trace.difference(events.Scaler, lambda s: s.scale):
-        yield finding("differing-schedule", "the scale of the gradient scaler differs between ranks", scalers[0].at)
 
 
 def _buffers(trace: Trace) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..catalog import Finding, finding
-from ..events import Batch, InputChanged, NoSync, PassStart, Step
+from ..events import Backward, Batch, InputChanged, NoSync, PassStart, Step
 from ..model import Rank, Trace
 
 
@@ -40,6 +40,7 @@ def _accumulation(rank: Rank, world: int) -> Iterator[Finding]:
     if not any(b.scaled for u in done for b in u.backwards):
         what = f"gradients of {micro} micro-batches are summed, and the loss is not divided by {micro}"
         yield finding("unscaled-accumulation", what, at, f"{len(done)} steps of {micro} backward passes")
+    yield from _divided_twice(rank, micro, [b for u in done for b in u.backwards])
     flags = [u.syncs for u in done if len(u.syncs) == micro]
     if world > 1 and flags and all(all(syncs) for syncs in flags):
         what = f"gradients are synchronised in all {micro} micro-batches of a step"
@@ -52,3 +53,12 @@ def _accumulation(rank: Rank, world: int) -> Iterator[Finding]:
             seen = f"step {n + 1}: {update.passes.count(update.passes[0])} of {len(update.passes)} were left over"
             yield finding("leaking-accumulation", what, at, seen)
             return
+
+
+def _divided_twice(rank: Rank, micro: int, backwards: list[Backward]) -> Iterator[Finding]:
+    divisors = [[n for n in backward.divided_by if abs(n - micro) < 0.01] for backward in backwards]
+    samples = {batch.rows for batch in rank.of(Batch)}  # a loss is divided by their number, too
+    if micro not in samples and all(len(found) >= 2 for found in divisors):
+        what = f"the loss of each of {micro} micro-batches is divided by {micro} twice"
+        seen = f"its last operations divide by {', '.join(f'{n:g}' for n in backwards[0].divided_by)}"
+        yield finding("loss-divided-twice", what, backwards[0].at, seen)

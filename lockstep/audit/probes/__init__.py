@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ..patch import Patches
 from ..recorder import Recorder
-from . import collectives, data, files, precision, randomness, steps, training, waits
+from . import averages, collectives, data, files, precision, randomness, steps, training, waits
 from .collectives import keep_store
 from .context import Context
 
@@ -23,7 +23,7 @@ def install(
     `in_detail` and `stop_at_save` are for runs that are compared, see steps.py.
     """
     context = Context(recorder, Patches(), limit, on_limit)
-    for subject in (collectives, training, data, randomness, precision, files, waits):
+    for subject in (collectives, training, averages, data, randomness, precision, files, waits):
         subject.install(context)
     if in_detail:
         steps.install(context, stop_at_save)

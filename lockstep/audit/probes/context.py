@@ -89,13 +89,17 @@ class Context:
         )
         self.loss_is_scaled = False  # whether a gradient scaler multiplied the loss whose backward pass comes next
         self.reduced = 0  # floating-point numbers that collectives of the script carried since the last step
+        self.clipped = False  # whether gradients were clipped since the last step
         self.in_loader = 0
         self.batch: list[Tensor] = []  # the last batch of a loader
+        self.reading = (-1, -1)  # the loader of that batch, and how many times it was iterated
         self.prints = 0
         self.waits: set[tuple[str, int, str]] = set()
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
         self._searched_at = -1
+        self.on_backward: list[Callable[[], None]] = []
+        self.on_step: list[Callable[[], None]] = []
         self.on_root: list[Callable[[nn.Module], None]] = []
         self.on_pass_end: list[
             Callable[[], None]
@@ -164,7 +168,9 @@ class Context:
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         for module in self.roots():
-            for _, parameter in named_parameters(module):
+            with self.recorder.hide():
+                named = list(named_parameters(module))
+            for _, parameter in named:
                 yield self.name(parameter), parameter
 
     def checksums(self, tensors: dict[str, Tensor]) -> dict[str, int]:

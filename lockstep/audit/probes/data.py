@@ -82,6 +82,8 @@ class Data:
         event.workers, event.start_method = loader.num_workers, _start_method(loader)
         event.sampler = type(loader.sampler).__name__ if hasattr(loader, "sampler") else None
         event.in_order = _in_order(loader)
+        event.drop_last = bool(loader.drop_last)
+        event.sampled = _length(loader.sampler) if event.drop_last else None
         event.has_set_epoch = any(hasattr(s, "set_epoch") for s in (loader.sampler, loader.batch_sampler))
         self.recorder.write(event)
         iterator._lockstep = event, subset
@@ -120,7 +122,7 @@ class Data:
         event = Batch(start.loader, start.epoch, rows, torch.is_grad_enabled(), index, loading=round(self.loading, 6))
         self.loading = 0.0
         self._add_hashes(event, leaves)
-        self.context.batch = leaves
+        self.context.batch, self.context.reading = leaves, (start.loader, start.epoch)
         self.recorder.write(event)
 
     @never_raises

@@ -4,9 +4,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from ..events import Autocast, Clip, Scaler
+from ..patch import Function
 from .context import Context, index_of
 
 
@@ -17,7 +19,7 @@ def install(context: Context) -> None:
         context.watch(torch.amp.GradScaler, name, after=partial(probe.scaler_called, name))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         for owner in (clip_grad, torch.nn.utils):
-            context.watch(owner, name, context.writes(Clip), hide=True)
+            context.intercept(owner, name, probe.clip)
 
 
 class Precision:
@@ -27,6 +29,16 @@ class Precision:
         self.context, self.recorder = context, context.recorder
         self.dtypes: set[str] = set()
         self.scalers: list[Any] = []
+
+    def clip(self, original: Function, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """A norm over shards that are plain tensors is another one on each rank."""
+        mine = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        with self.recorder.hide():
+            shards = {id(p) for module in self.context.shards if _is_sharded(module) for p in module.parameters()}
+        self.context.clipped, self.context.reduced = True, 0
+        self.recorder.write(Clip(any(id(p) in shards for p in mine)))
+        with self.recorder.hide():
+            return original(mine, *args, **kwargs)
 
     def autocast(self, region: Any) -> None:
         dtype = str(getattr(region, "asked_dtype", region.fast_dtype)).removeprefix("torch.")
@@ -40,3 +52,8 @@ class Precision:
             with self.recorder.hide():
                 scale = scaler.get_scale() if op == "update" else None
             self.recorder.write(Scaler(op, index_of(self.scalers, scaler), scale))
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    strategy = getattr(module, "sharding_strategy", None)
+    return getattr(strategy, "name", "") != "NO_SHARD"

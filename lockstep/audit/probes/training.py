@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -15,7 +16,7 @@ from ...watch.models import replicated
 from .. import events
 from ..patch import Function
 from . import wrappers
-from .context import Context, WatchedOptimizer, has_state, never_raises, should_sample
+from .context import Context, WatchedOptimizer, has_state, index_of, never_raises, should_sample
 from .tensors import readable, sample_hashes, tensors
 from .wrappers import Wrappers
 
@@ -23,6 +24,9 @@ _ROWS = 8
 """Samples of a batch that are hashed when it goes into the model."""
 _MOST_NAMES = 20
 _MOST_AVERAGES = 4
+_PART = 4096
+"""Numbers of a tensor that are looked at."""
+_HORIZONS = ("T_max", "total_steps", "total_iters")
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -49,6 +53,9 @@ class Training:
         self.no_gradient_yet: set[str] = set()  # parameters of optimizers that stepped which never had a gradient
         self.not_optimized: set[str] = set()
         self.ran: set[int] = set()  # modules that ran forward while training, and their parameters
+        self.modes: set[tuple[int, int]] = set()  # passes over data with a forward pass in training mode
+        self.unmoved: list[tuple[Tensor, Tensor, Tensor]] = []  # parts of weights, as they were, and of gradients
+        self.schedulers: list[LRScheduler] = []
         self.roots: WeakSet[nn.Module] = WeakSet()
         self.dropouts: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # layers, as they were at first
         self.versions: list[tuple[str, Tensor, int]] = []
@@ -67,6 +74,8 @@ class Training:
         if self.context.hidden or self.wrappers.is_inside(module):
             return
         self._record_averaged()
+        if module.training and self.context.reading not in self.modes:
+            self._record_mode(module)
         training = self.context.in_loop = torch.is_grad_enabled() and module.training
         if not training:
             return
@@ -81,6 +90,12 @@ class Training:
             self._inputs(module, inputs)
 
     @never_raises
+    def _record_mode(self, module: nn.Module) -> None:
+        self.modes.add(self.context.reading)
+        layers = [n for n, m in module.named_modules() if m.training and (isinstance(m, _BatchNorm) or _drops(m))]
+        self.recorder.write(events.TrainingMode(*self.context.reading, layers[:5]))
+
+    @never_raises
     def _inputs(self, module: nn.Module, inputs: list[Tensor]) -> None:
         event = events.ModelInput(self.context.forwards)
         with self.recorder.hide():
@@ -90,7 +105,7 @@ class Training:
                 event.hashes, _ = sample_hashes([batch[:_ROWS]])
             if module not in self.dropouts:
                 self.dropouts[module] = [m for m in module.modules() if isinstance(m, _DROPOUT)]
-            if any(m.p > 0 for m in self.dropouts[module]):
+            if any(map(_drops, self.dropouts[module])):
                 event.generator = zlib.crc32(_generator_state(batch))
         self.recorder.write(event)
 
@@ -110,7 +125,9 @@ class Training:
         self._check_inputs()
         self.check_cleared()
         self.context.backwards += 1
-        event = events.Backward(self._is_scaled(tensors) or False)
+        for act in self.context.on_backward:
+            act()
+        event = events.Backward(self._is_scaled(tensors) or False, self._divisors(tensors) or [])
         self.context.loss_is_scaled = False
         for watched in self.context.optimizers:  # before: one may step in the hooks of the backward pass
             watched.backwards += 1
@@ -127,16 +144,31 @@ class Training:
     @never_raises
     def _is_scaled(self, losses: Any) -> bool:
         """Whether the last operations on a loss include a product or quotient, other than the scaler's."""
-        loss = losses if isinstance(losses, (Tensor, GradientEdge)) else next(iter(losses))
-        node, names = loss.node if isinstance(loss, GradientEdge) else loss.grad_fn, []
-        if self.context.loss_is_scaled and node is not None:
-            node = node.next_functions[0][0]
+        node, names = self._last_operation(losses), []
         for _ in range(3):
             if node is None:
                 break
             names.append(type(node).__name__)
             node = next((n for n, _ in node.next_functions if n is not None), None)
         return any(name.startswith(("Div", "Mul")) for name in names)
+
+    def _last_operation(self, losses: Any) -> Any:
+        """The operation that gave the loss, other than the scaler's."""
+        loss = losses if isinstance(losses, (Tensor, GradientEdge)) else next(iter(losses))
+        node = loss.node if isinstance(loss, GradientEdge) else loss.grad_fn
+        return node.next_functions[0][0] if self.context.loss_is_scaled and node is not None else node
+
+    @never_raises
+    def _divisors(self, losses: Any) -> list[float]:
+        """The numbers that a loss was divided by in its last operations, without waiting for a device."""
+        node, found = self._last_operation(losses), list[float]()
+        while node is not None and type(node).__name__ in ("DivBackward0", "MulBackward0") and len(found) < 4:
+            other = node._saved_other
+            if not isinstance(other, Tensor) or other.numel() != 1 or other.is_cuda or not float(other):
+                break
+            found.append(float(other) if type(node).__name__ == "DivBackward0" else 1 / float(other))
+            node = node.next_functions[0][0]
+        return found
 
     def grad(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self.in_backward:
@@ -171,6 +203,8 @@ class Training:
         watched = self._watched(optimizer)
         if watched and watched.steps == 0:
             self._record_weights(watched)
+        if watched and should_sample(watched.steps + 1) and type(optimizer).__module__.startswith("torch."):
+            self._keep_bfloat16(watched)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watched, context = self._watched(optimizer), self.context
@@ -183,6 +217,11 @@ class Training:
         step.unused_search_empty = self.wrappers.unused_search_empty()
         step.prints, step.waits = context.prints, list(context.waits)
         self._check_gradients(step, watched.parameters)
+        step.unmoved = self._share_unmoved()
+        step.clipped_before_sum = context.clipped and self._carries_all(watched, context.reduced)
+        context.clipped = False
+        for act in context.on_step:
+            act()
         context.prints = context.reduced = 0
         context.waits.clear()
         watched.backwards, watched.stale = 0, True
@@ -245,9 +284,30 @@ class Training:
         self.context.reduced = 0
         for watched in self.context.optimizers:
             open_to_it = watched.steps and watched.averages < _MOST_AVERAGES and not watched.backwards
-            if open_to_it and carried >= 0.9 * sum(p.numel() for p in watched.parameters):
+            if open_to_it and self._carries_all(watched, carried):
                 watched.averages += 1
                 self._record_weights(watched, averaged=True)
+
+    def _carries_all(self, watched: WatchedOptimizer, numbers: int) -> bool:
+        """Whether so many numbers may be all of an optimizer's weights, or their gradients."""
+        return numbers > 0 and numbers >= 0.9 * sum(p.numel() for p in watched.parameters)
+
+    @never_raises
+    def _keep_bfloat16(self, watched: WatchedOptimizer) -> None:
+        """Keep some weights that have no copy in higher precision, to see whether the step moves them."""
+        chosen = [p for p in watched.parameters if p.dtype == torch.bfloat16 and p.grad is not None][:_MOST_NAMES]
+        with self.recorder.hide():
+            pairs = [(replicated(p.detach()), replicated(p.grad)) for p in chosen]  # type: ignore[arg-type]
+            parts = [(p.flatten()[:_PART], g.flatten()[:_PART]) for p, g in pairs if p is not None and g is not None]
+            self.unmoved = [(p, p.clone(), g != 0) for p, g in parts]
+
+    @never_raises
+    def _share_unmoved(self) -> float | None:
+        kept, self.unmoved = self.unmoved, []
+        with self.recorder.hide():
+            moving = sum(int(mask.sum()) for _, _, mask in kept)
+            still = sum(int((mask & (now == before)).sum()) for now, before, mask in kept)
+        return still / moving if moving else None
 
     def _record_weights(self, watched: WatchedOptimizer, averaged: bool = False) -> None:
         watched.recorded = watched.steps
@@ -267,7 +327,12 @@ class Training:
 
     def scheduler_step(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if getattr(scheduler, "last_epoch", -1) >= 0:  # not the one that its __init__ takes
-            self.recorder.write(events.SchedulerStep())
+            horizon = next((int(n) for name in _HORIZONS if (n := getattr(scheduler, name, None))), None)
+            self.recorder.write(events.SchedulerStep(None, index_of(self.schedulers, scheduler), horizon))
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, _DROPOUT) and module.p > 0
 
 
 def _generator_state(batch: Tensor | None) -> bytes:
