@@ -237,6 +237,10 @@ class Hardware:
         )
 
 
+SERVICES = ("tensorboard", "wandb", "mlflow", "trackio")
+"""What `--track` may name."""
+
+
 @dataclass
 class Run:
     """The run's folder, and what is written to it."""
@@ -267,8 +271,11 @@ class Run:
     """Stop after this many evaluations without improvement; 0: never."""
     min_delta: float = 0.0
     """How much better a value must be to count as an improvement."""
+    track: str = "tensorboard"
+    """Where values go besides the console and metrics.jsonl: tensorboard, wandb, mlflow, trackio, several with commas
+    between them, or none. All write into the run's folder and need no network unless their own variables say so."""
     tensorboard: bool = True
-    """Write TensorBoard events."""
+    """False: leave tensorboard out of --track."""
     curves: bool = True
     """Draw curves.png from metrics.jsonl at the end."""
     report: bool = True
@@ -276,11 +283,11 @@ class Run:
     logdir: str | None = None
     """Where TensorBoard events go; by default tensorboard/ in the run's folder."""
     use_wandb: bool = False
-    """Log to Weights & Biases, offline unless WANDB_MODE says otherwise."""
+    """Add wandb to --track: offline unless WANDB_MODE says otherwise."""
     wandb_project: str = "lockstep"
-    """Project of the W&B run."""
+    """Project of the run in W&B and Trackio, its experiment in MLflow. Also --project."""
     wandb_name: str | None = None
-    """Name of the W&B run."""
+    """Name of the run there; by default that of its folder. Also --run_name."""
 
     def __post_init__(self) -> None:
         for name in ("eval_every", "save_every", "sample_every"):
@@ -290,6 +297,14 @@ class Run:
             check(getattr(self, name) >= 0, f"{name} is at least 0", getattr(self, name))
         for name in ("log_every", "keep"):
             check(getattr(self, name) >= 1, f"{name} is at least 1", getattr(self, name))
+        for name in self.track.split(","):
+            known = f"track is one or several of {', '.join(SERVICES)} with commas between them, or none"
+            check(name.strip() in (*SERVICES, "none", ""), known, self.track)
+
+    def services(self) -> list[str]:
+        """Return the trackers that are asked for, besides those that every run has."""
+        named = [name.strip() for name in self.track.split(",")] + ["wandb"] * self.use_wandb
+        return [name for name in SERVICES if name in named and (name != "tensorboard" or self.tensorboard)]
 
     def without_effect(self, facts: RunFacts) -> dict[str, str]:
         """Return, by flag, why it has no effect in such a run."""
@@ -300,9 +315,9 @@ class Run:
             ("min_delta", not facts.evaluates, no_evaluation),
             ("best_metric", not facts.evaluates, no_evaluation),
             ("sample_every", not facts.generates, "this recipe generates nothing"),
-            ("wandb_project", not self.use_wandb, "use_wandb is off"),
-            ("wandb_name", not self.use_wandb, "use_wandb is off"),
-            ("logdir", not self.tensorboard, "tensorboard is off"),
+            ("wandb_project", not {*SERVICES[1:]} & {*self.services()}, "--track names no service that has it"),
+            ("wandb_name", not {*SERVICES[1:]} & {*self.services()}, "--track names no service that has it"),
+            ("logdir", "tensorboard" not in self.services(), "tensorboard is off"),
         )
 
 

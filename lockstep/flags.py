@@ -39,6 +39,8 @@ ALIASES = {
     "grad_clip": "clip_grad",
     "ddp": "distributed",
     "max_steps": "n_steps",
+    "project": "wandb_project",
+    "run_name": "wandb_name",
 }
 """Other names that guides and scripts use for a flag."""
 

@@ -7,8 +7,8 @@ The thread of the hang watch writes it every few seconds. A file that cannot be 
 
 import json
 import os
+import threading
 import time
-import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,12 +57,10 @@ def load_text(device: torch.device) -> str:
 
 
 def write_live(folder: Path, states: Iterable[RankState]) -> None:
-    """Replace the file; a reader finds a whole one. It need not survive a power failure, so nothing is flushed."""
+    """Write the file, in place: a temporary one beside it would stay behind when the process is killed."""
     ranks = [live_facts(state) for state in sorted(states, key=lambda state: state.rank)]
-    temporary = folder / f".{FILE}.{os.getpid()}.{uuid.uuid4().hex}.tmp"  # a name that the next launch removes
     with suppress(OSError):
-        temporary.write_text(json.dumps({"time": time.time(), "ranks": ranks}))
-        temporary.replace(folder / FILE)
+        (folder / FILE).write_text(json.dumps({"time": time.time(), "ranks": ranks}))
 
 
 def remove_live(folder: Path) -> None:
@@ -89,9 +87,13 @@ def live_facts(state: RankState) -> dict[str, Any]:
 
 
 def read_live(folder: Path) -> dict[str, Any] | None:
-    """Return the content of the file; None if there is none."""
-    with suppress(OSError, ValueError):
-        content = json.loads((folder / FILE).read_text())
-        if isinstance(content, dict) and isinstance(content.get("ranks"), list):
-            return content
+    """Return the content of the file; None if there is none. One that is being written is read again."""
+    for _ in range(5):
+        try:
+            content = json.loads((folder / FILE).read_text())
+            return content if isinstance(content, dict) and isinstance(content.get("ranks"), list) else None
+        except OSError:
+            return None
+        except ValueError:
+            threading.Event().wait(0.02)
     return None
