@@ -1,6 +1,8 @@
 """What exact sums, deterministic kernels and the history cost: the same step with and without --exact, in turns.
 
-python benchmarks/exact.py [--recipe dit] [--tiles 1,4] [--rounds 5] [--steps 10] [flags of lockstep train]
+python benchmarks/exact.py [--recipe dit] [--tiles 1,4] [--rounds 5] [--steps 10] [--profile] [flags of lockstep train]
+
+With --profile it also says where the time goes: the kernels whose time differs most, and how long a GPU is idle.
 """
 
 import argparse
@@ -9,10 +11,14 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
+from lockstep.bench.clock import covered
 from lockstep.distributed import World, pick_device
 from lockstep.exact import choose_kernels
 from lockstep.flags import parse
@@ -58,12 +64,40 @@ def history_seconds(run: Trainer, rounds: int) -> float:
     return statistics.median(times[1:])
 
 
+def profile(run: Trainer, steps: int) -> tuple[Counter[str], float]:
+    """Milliseconds per step of each kernel (on a CPU: operator), and of all together where none overlap."""
+    seconds(run, 1)
+    on_gpu, steps = run.world.device.type == "cuda", min(steps, 5)
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        for _ in range(steps):
+            run.train_step()
+            run.progress.step += 1
+        if on_gpu:
+            torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    events = [e for e in profiler.events() or () if (e.device_type == DeviceType.CUDA) == on_gpu]
+    for event in events:
+        span = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+        times[event.name] += span / 1000 / steps
+    return times, covered((e.time_range.start, e.time_range.end) for e in events) / 1000 / steps
+
+
+def print_profile(plain: Trainer, exact: Trainer, steps: int) -> None:
+    (before, busy_before), (after, busy_after) = profile(plain, steps), profile(exact, steps)
+    print(f"busy: {busy_before:.2f} ms of a plain step, {busy_after:.2f} ms of an exact one; kernels that differ most:")
+    names = sorted(before.keys() | after.keys(), key=lambda name: -abs(after[name] - before[name]))
+    for name in names[:15]:
+        print(f"  {after[name] - before[name]:+8.3f} ms  {before[name]:8.3f} -> {after[name]:8.3f}  {name[:90]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="dit")
     parser.add_argument("--tiles", default="1,4", help="numbers of tiles, each of --batch_size, in a global batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="show where the time goes")
     asked, flags = parser.parse_known_args()
     runs: dict[str, Trainer] = {}
     with tempfile.TemporaryDirectory() as parent:
@@ -88,6 +122,8 @@ def main() -> None:
                 f"{asked.recipe}, {name}: {1000 * digests:.2f} ms for the digests of a step, {100 * share:.2f} % of a "
                 f"step with --history_every {every}"
             )
+            if asked.profile:
+                print_profile(runs[name.replace("exact", "plain")], runs[name], asked.steps)
         print(json.dumps({"device": str(run.world.device), "seconds": medians}))
         runs.clear()
         del run

@@ -81,6 +81,16 @@ def test_exact_prints_the_cost_of_exact_sums() -> None:
 
 
 @pytest.mark.slow
+def test_exact_says_where_the_time_goes() -> None:
+    flags = ("--tiles", "2", "--rounds", "1", "--steps", "1", "--profile")
+    lines = printed("exact.py", "--recipe", f"{Path(__file__).parent / 'tiny.py'}:Tiny", "--device", "cpu", *flags)
+    assert re.search(r"busy: [\d.]+ ms of a plain step, [\d.]+ ms of an exact one", lines)
+    differences = re.findall(r"^  \s*([+-][\d.]+) ms  \s*([\d.]+) -> \s*([\d.]+)  (\S+)$", lines, re.MULTILINE)
+    assert len(differences) == 15
+    assert all(abs(float(b) - float(a) - float(d)) < 0.0021 for d, a, b, _ in differences)
+
+
+@pytest.mark.slow
 def test_spot_prints_the_cost_of_a_check_in_tiles() -> None:
     line, last = printed("spot.py", *SMALL, "--steps", "1").splitlines()[-2:]
     assert re.fullmatch(r"dit, 1 tile.*, a check as long as -?[\d.]+ tiles; every 200 steps that is -?[\d.]+ %", line)
