@@ -82,8 +82,8 @@ COMMANDS = {
         "Needs no GPU, and trains nothing. Further flags are those of lockstep train.",
     ),
     "bench": Command(
-        "gpu [flags]",
-        "measure speed beside plain PyTorch, Accelerate, Lightning and Fabric",
+        "gpu|loader [flags]",
+        "measure speed beside plain PyTorch, Accelerate, Lightning and Fabric; or the cost of data",
         ".options:Bench",
         "Further flags are those of lockstep train.",
     ),

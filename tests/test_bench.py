@@ -10,6 +10,7 @@ import tiny
 import torch
 from processes import environment
 
+from lockstep.bench import loading
 from lockstep.bench.clock import Clock, covered
 from lockstep.bench.contenders import CONTENDERS, Contender
 from lockstep.bench.results import Row, draw, table, write_json
@@ -22,6 +23,7 @@ TINY = f"{tiny.__file__}:Tiny"
 ALL = """
 import json, sys, time, warnings
 import torch
+from lockstep.bench import loading
 from lockstep.bench.clock import Clock
 from lockstep.bench.contenders import CONTENDERS
 from lockstep.bench.worker import request_for
@@ -93,6 +95,14 @@ def test_a_clock_counts_steps_after_the_warm_up() -> None:
 def test_kernels_that_overlap_count_once() -> None:
     assert covered([(5, 6), (0, 2), (1, 3), (1, 2), (6, 7)]) == 5
     assert covered([]) == 0
+
+
+def test_the_cost_of_a_sample_is_that_of_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    cost = loading.measure("w", request_for(TINY, ["--batch_size", "4"]))
+    assert cost.batch_size == 4 and cost.read > 0 and cost.collate > 0 and cost.augment == 0
+    assert cost.as_json()["total"] == cost.total == cost.read + cost.collate
+    assert run(["loader", "--recipe", TINY, "--device", "cpu", "--batch_size", "4"]) == 0
+    assert "samples/s" in capsys.readouterr().out
 
 
 def test_missing_packages_and_failures_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
     lockstep bench gpu                                   all workloads
     lockstep bench gpu --work dit-s,vision               some of them
     lockstep bench gpu --recipe dit --preset laptop      any recipe, with flags of `lockstep train`
+    lockstep bench loader                                what a sample costs a core before it is on the device
 
 Each contender runs in a process of its own, one after the other. Those whose package is missing are named and left out.
 """
@@ -23,6 +24,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from ..bench import loading
 from ..bench.contenders import CONTENDERS, Contender
 from ..bench.results import Row, draw, table, write_json
 from ..bench.worker import CEILING, Task, request_for
@@ -37,13 +39,16 @@ _LIMIT = 1800.0
 
 def run(words: list[str]) -> int:
     """Exit status 1 if a contender failed."""
-    if words[:1] != ["gpu"]:
-        raise ValueError("say what to measure: lockstep bench gpu [flags]")
-    options, flags = tyro.cli(
-        Bench, args=words[1:], prog="lockstep bench gpu", use_underscores=True, return_unknown_args=True
-    )
+    if words[:1] not in (["gpu"], ["loader"]):
+        raise ValueError("say what to measure: lockstep bench gpu [flags], or lockstep bench loader [flags]")
+    prog = f"lockstep bench {words[0]}"
+    options, flags = tyro.cli(Bench, args=words[1:], prog=prog, use_underscores=True, return_unknown_args=True)
     works = _workloads(options, flags)
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if words[0] == "loader":
+        costs = [loading.measure(name, request_for(work.recipe, work.flags)) for name, work in works.items()]
+        console.print(loading.table(costs))
+        return 0
     rows: list[Row] = []
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
