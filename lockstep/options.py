@@ -252,3 +252,23 @@ class Bench:
         check(self.steps >= 1, "steps is at least 1", self.steps)
         check(self.warmup >= 1, "warmup is at least 1", self.warmup, "compiling and the first batch take time")
         check(not (self.work and self.recipe), "give either --work or --recipe", f"{self.work} and {self.recipe}")
+
+
+@dataclass
+class Scaling:
+    """What to measure; further flags are those of `lockstep train`, for every recipe."""
+
+    recipes: str = "dit,vision"
+    """Names or FILE.py:Class of recipes, separated by commas; each with its preset `laptop`."""
+    nproc: int = 2
+    """Ranks to compare with one."""
+    steps: int = 10
+    """Steps of each round."""
+    rounds: int = 5
+    """Rounds alone and together; the fastest of each counts, by processor time the median."""
+    json: Path | None = None
+    """File for the figures."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("nproc", 2), ("steps", 1), ("rounds", 1)):
+            check(getattr(self, name) >= least, f"{name} is at least {least}", getattr(self, name))

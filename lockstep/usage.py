@@ -82,10 +82,11 @@ COMMANDS = {
         "Needs no GPU, and trains nothing. Further flags are those of lockstep train.",
     ),
     "bench": Command(
-        "gpu|loader [flags]",
-        "measure speed beside plain PyTorch, Accelerate, Lightning and Fabric; or the cost of data",
+        "gpu|loader|scaling [flags]",
+        "measure speed beside plain PyTorch, Accelerate, Lightning and Fabric; the cost of data; several CPU ranks",
         ".options:Bench",
-        "Further flags are those of lockstep train.",
+        "Further flags are those of lockstep train. lockstep bench scaling has --recipes, --nproc, --steps, --rounds "
+        "and --json.",
     ),
     "audit": Command(
         "SCRIPT [flags]",

@@ -3,11 +3,17 @@
     lockstep bench gpu                                   all workloads
     lockstep bench gpu --work dit-s,vision               some of them
     lockstep bench gpu --recipe dit --preset laptop      any recipe, with flags of `lockstep train`
-    lockstep bench loader                                what a sample costs a core before it is on the device
+    if words[:1] == ["scaling"]:
+        return importlib.import_module("..bench.scaling", __package__).run(words[1:])
+    if words[:1] not in (["gpu"], ["loader"]):
+        raise ValueError("say what to measure: lockstep bench gpu, loader or scaling, and flags")
+    prog = f"lockstep bench {words[0]}"
+    options, flags = tyro.cli(Bench, args=words[1:], prog=prog, use_underscores=True, return_unknown_args=True)
 
 Each contender runs in a process of its own, one after the other. Those whose package is missing are named and left out.
 """
 
+import importlib
 import importlib.util
 import json
 import platform
@@ -39,8 +45,10 @@ _LIMIT = 1800.0
 
 def run(words: list[str]) -> int:
     """Exit status 1 if a contender failed."""
+    if words[:1] == ["scaling"]:
+        return importlib.import_module("..bench.scaling", __package__).run(words[1:])
     if words[:1] not in (["gpu"], ["loader"]):
-        raise ValueError("say what to measure: lockstep bench gpu [flags], or lockstep bench loader [flags]")
+        raise ValueError("say what to measure: lockstep bench gpu, loader or scaling, and flags")
     prog = f"lockstep bench {words[0]}"
     options, flags = tyro.cli(Bench, args=words[1:], prog=prog, use_underscores=True, return_unknown_args=True)
     works = _workloads(options, flags)
