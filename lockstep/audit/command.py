@@ -1,6 +1,7 @@
 """lockstep audit: start any training script on a few ranks, watch it, report its silent bugs."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -38,7 +39,8 @@ def audit(words: list[str]) -> int:
     project = project_settings(script)
     options = tyro.cli(Audit, args=[*project.flags, *own], prog="lockstep audit", use_underscores=True)
     ignores = [*by_name(options.ignore, "--ignore"), *project.ignores]
-    verdict = examine(script, options, ignores)
+    command = shlex.join(["lockstep", "audit", *own, *(["--"] if own else []), *script])
+    verdict = replace(examine(script, options, ignores), command=command)
     if options.json:
         options.json.write_text(report.as_json(verdict))
     if options.html:

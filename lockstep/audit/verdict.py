@@ -27,6 +27,8 @@ class Verdict:
     ignored: list[Ignored] = field(default_factory=list)
     fail_on: FailOn = "error"
     """Findings from which on the script fails the audit."""
+    command: str = ""
+    """With which the audit was started; empty: by a program."""
 
     @property
     def status(self) -> int:

@@ -1,6 +1,7 @@
 """The HTML report: all of it there, in one file, escaped, and true to the events."""
 
 import re
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,6 +26,7 @@ from lockstep.audit.events import (
     Start,
     Step,
 )
+from lockstep.audit.ignores import Ignore, Ignored
 from lockstep.audit.model import Rank, Trace
 from lockstep.audit.recorder import packed
 from lockstep.audit.report import as_html
@@ -185,6 +187,23 @@ def test_a_clean_verdict_says_so_and_has_no_findings() -> None:
     assert 'class="verdict clean"' in page
     assert "<h1>nothing found: the ranks train one model on all of the data (2 ranks, 2 steps)</h1>" in page
     assert 'id="findings"' not in page
+
+
+def test_the_top_says_what_is_wrong_where_and_what_to_type() -> None:
+    found = finding("same-order", "two epochs have the same order", Site("train.py", 14))
+    verdict = replace(a_verdict(evens_and_odds(), found), command="lockstep audit -- train.py")
+    page = as_html(verdict)
+    top = page[: page.index('<section id="findings">')]
+    assert '<span class="badge">fails</span>' in top and "<code>lockstep audit -- train.py</code>" in top
+    assert re.search(r'href="#finding-1">Two epochs have the same order\.</a>\s+<span class="place">train.py:14', top)
+    assert 'id="finding-1"' in page and "# lockstep: ignore[same-order]</code> on line 14" in page
+
+
+def test_what_is_ignored_is_listed_with_what_hides_it() -> None:
+    ignored = [Ignored(finding("waits", "it waits", Site("train.py", 15)), Ignore("waits", "pyproject.toml"))]
+    page = as_html(replace(a_verdict(evens_and_odds()), ignored=ignored))
+    assert '<span class="badge">passes</span>' in page
+    assert re.search(r"<code>waits</code> at train.py:15, by pyproject.toml:\s+It waits\.", page)
 
 
 @pytest.mark.parametrize("names", [("hangs", "dead-setting"), ("dead-setting", "waits"), ("waits",)])
