@@ -136,6 +136,26 @@ class ReportFlags:
 
 
 @dataclass
+class DoctorFlags:
+    """What to check besides this machine. After RECIPE, further flags are those of `lockstep train`."""
+
+    hosts: str | None = None
+    """All machines of a job by name or address, separated by commas. Start the same command on each of them."""
+    port: int = 29400
+    """The port on which the machines of --hosts talk to one another."""
+    wait: float = 60.0
+    """Seconds to wait for the other machines of --hosts."""
+    runs: Path = Path("runs")
+    """The folder that runs go to: its disk is checked."""
+    json: bool = False
+    """Print the results as JSON."""
+
+    def __post_init__(self) -> None:
+        check(1 <= self.port <= 65535, "port is between 1 and 65535", self.port)
+        check(self.wait > 0, "wait is more than 0 seconds", self.wait)
+
+
+@dataclass
 class PlanFlags:
     """On which hardware. Further flags are those of `lockstep train`: the run to plan."""
 

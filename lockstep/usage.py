@@ -75,6 +75,12 @@ COMMANDS = {
         ".options:RunScript",
         "Flags of lockstep run come before SCRIPT (or -m MODULE), those of the script after it.",
     ),
+    "doctor": Command(
+        "[RECIPE] [flags]",
+        "check this machine, and with a RECIPE what limits its speed",
+        ".options:DoctorFlags",
+        "The exit status is 1 if a check is red. With a RECIPE, further flags are those of lockstep train.",
+    ),
     "plan": Command(
         "RECIPE [flags]",
         "memory, step time and days on GPUs that you do not have yet",
