@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .outcome import NotSaved, Outcome, Stopped
     from .recipe import (
         AfterStep,
+        Alternates,
         Augments,
         Describes,
         EmbedsData,
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
     )
     from .rng import Rng
     from .stream import Stream
+    from .tar_shards import TarShards
     from .trainer import Trainer
     from .watch import OutOfLockstep
 
 __all__ = [
     "AfterStep",
+    "Alternates",
     "Augments",
     "Describes",
     "EmbedsData",
@@ -55,6 +58,7 @@ __all__ = [
     "SeveralTerms",
     "Stopped",
     "Stream",
+    "TarShards",
     "Tests",
     "TrainConfig",
     "Trainer",
@@ -73,6 +77,7 @@ _MODULES = {
     "outcome": ("NotSaved", "Outcome", "Stopped"),
     "rng": ("Rng",),
     "stream": ("Stream",),
+    "tar_shards": ("TarShards",),
     "trainer": ("Trainer",),
     "watch": ("OutOfLockstep",),
 }

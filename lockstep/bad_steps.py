@@ -10,6 +10,7 @@ from .optim import Update
 from .outcome import Diverged
 from .stream import Slice
 
+SamplesOf = Callable[[int], Slice | None]
 FP16_OVERFLOWS = 20
 """Skipped steps that do not count as bad in fp16: its scale starts too high and is halved by each of them."""
 
@@ -21,10 +22,10 @@ class BadSteps:
         self.update, self.limits, self.evaluator, self.data, self.folder = update, limits, evaluator, data, folder
         self._searched = False
 
-    def check(self, step: int, n_steps: int, samples_of: Callable[[int], Slice], say: Callable[[str], None]) -> None:
+    def check(self, step: int, n_steps: int, samples_of: SamplesOf, say: Callable[[str], None]) -> None:
         """Say which step was skipped, and once which of its samples are to blame; raise Diverged if there are too many.
 
-        Every rank calls this. `samples_of(step)`: this rank's samples of a step.
+        Every rank calls this. `samples_of(step)`: this rank's samples of a step; None where they cannot be read again.
         """
         first = int(self.update.first_bad)
         if first < 0:
@@ -48,7 +49,9 @@ class BadSteps:
                 f"{self.limits.max_bad_share:g} allows; {advice}"
             )
 
-    def _to_blame(self, samples: Slice) -> str:
+    def _to_blame(self, samples: Slice | None) -> str:
+        if samples is None:
+            return "not searched, as the data set is iterable"
         try:
             found = self.evaluator.nonfinite_samples(self.data, samples)
         except EvaluationFailed as error:

@@ -9,6 +9,16 @@ from .config import Data
 from .stream import Slice
 
 
+class Position(NamedTuple):
+    """A place in an iterable data set. Equal on all ranks."""
+
+    epoch: int = 0
+    number: int = 0
+    """Of the next item, in its epoch."""
+    before: str = ""
+    """A hash of the item before it."""
+
+
 class MicroBatch(NamedTuple):
     """What one rank puts through the model at once."""
 
@@ -24,15 +34,16 @@ class MicroBatch(NamedTuple):
     """Whether it is the last of its step on this rank: the one that synchronises gradients."""
     error: str | None = None
     """What went wrong in a loader process, if anything."""
-    next_item: tuple[int, int] | None = None
-    """Of an iterable data set: where the next step begins, as epoch and number in it. Equal on all ranks."""
+    next_item: Position | None = None
+    """Of an iterable data set: where the next step begins."""
 
 
 @dataclass(frozen=True)
 class Batching:
     """How a run's data are cut into steps."""
 
-    dataset: int
+    dataset: int | None
+    """Samples in an epoch; None for an iterable data set that does not know it."""
     micro_batch: int
     accumulation: int
     world: int
@@ -40,10 +51,18 @@ class Batching:
     n_steps: int
     tiles: int | None = None
     """Of an exact run: the pieces that a global batch is cut into, the same on any world."""
+    steps_per_batch: int = 1
+    """Steps in a row that use the same global batch; more than one only where several optimizers take turns."""
 
     @classmethod
     def plan(
-        cls, data: Data, dataset: int, world: int, resumed_global_batch: int | None = None, smoke: int | None = None
+        cls,
+        data: Data,
+        dataset: int | None,
+        world: int,
+        resumed_global_batch: int | None = None,
+        smoke: int | None = None,
+        steps_per_batch: int = 1,
     ) -> "Batching":
         """Return the sizes that the settings ask for; those of a resumed run's global batch hold on any world."""
         fixed = data.global_batch_size or resumed_global_batch
@@ -54,18 +73,21 @@ class Batching:
         global_batch = fixed or data.batch_size * world * max(1, data.gradient_accumulation_steps)
         if global_batch < world:
             raise ValueError(f"a global batch of {global_batch} is too small for {world} ranks; start fewer")
-        if dataset < global_batch:
+        if dataset is not None and dataset < global_batch:
             raise ValueError(
                 f"the training set has {dataset} samples, fewer than the global batch of {global_batch}; "
                 "lower --batch_size or --global_batch_size"
             )
         n_steps = data.n_steps
-        if data.epochs is not None:
-            n_steps = -(-data.epochs * dataset // global_batch)
+        if data.epochs is not None and dataset is None:
+            raise ValueError("the iterable data set has no __len__, so an epoch has no known length: give --n_steps")
+        if data.epochs is not None and dataset is not None:
+            n_steps = -(-data.epochs * dataset // global_batch) * steps_per_batch
         if n_steps is None:
             raise ValueError("say how long to train: --n_steps or --epochs")
         micro_batch, accumulation = _cut(global_batch, world, data.batch_size)
-        return cls(dataset, micro_batch, accumulation, world, global_batch, min(n_steps, smoke or n_steps))
+        length = min(n_steps, smoke or n_steps)
+        return cls(dataset, micro_batch, accumulation, world, global_batch, length, steps_per_batch=steps_per_batch)
 
     def in_tiles(self, tiles: int) -> "Batching":
         """Return the same global batch cut into so many tiles."""
@@ -95,14 +117,41 @@ class Batching:
     def divides_evenly(self) -> bool:
         return self.micro_batch * (self.tiles or self.accumulation * self.world) == self.global_batch
 
+    def span(self, number: int) -> range:
+        """Return the places in the global batch of a micro-batch, by its number among those of all ranks."""
+        if self.tiles:
+            return range(self.global_batch * number // self.tiles, self.global_batch * (number + 1) // self.tiles)
+        rank, i = divmod(number, self.accumulation)
+        first, stop = (self.global_batch * r // self.world for r in (rank, rank + 1))
+        start, end = (first + (stop - first) * j // self.accumulation for j in (i, i + 1))
+        return range(start, end)
+
     @property
     def steps_per_epoch(self) -> float:
-        return self.dataset / self.global_batch
+        if self.dataset is None:
+            raise ValueError(
+                "the iterable data set has no __len__, so an epoch has no known length: give steps instead"
+            )
+        return self.dataset * self.steps_per_batch / self.global_batch
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Return, for the log, where in the epochs a step is; nothing where their length is not known."""
+        return {} if self.dataset is None else {"epoch": step / self.steps_per_epoch}
+
+    def samples(self, steps: int) -> float:
+        """Return how many samples so many steps use up."""
+        return steps * self.global_batch / self.steps_per_batch
+
+    def positions(self, step: int) -> list[int]:
+        """Return the first position in the stream of a step's samples, and the one after the last."""
+        batch = step // self.steps_per_batch
+        return [batch * self.global_batch, (batch + 1) * self.global_batch]
 
     def every(self, interval: str) -> int:
         """Return an interval of the settings in steps: `500`, or `2ep` for two epochs."""
         if interval.endswith("ep"):
-            return max(1, round(float(interval[:-2]) * self.steps_per_epoch)) if float(interval[:-2]) else 0
+            epochs = float(interval[:-2])
+            return max(1, round(epochs * self.steps_per_epoch)) if epochs else 0
         return int(interval)
 
 

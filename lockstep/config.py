@@ -31,6 +31,8 @@ class RunFacts:
     generates: bool = False
     own_optimizer: bool = False
     """Whether the recipe has built its optimizer itself."""
+    without_ddp: bool = False
+    """Whether parameters may take part only in some steps, and gradients are summed without DDP."""
     own_schedule: bool = False
 
 
@@ -170,6 +172,8 @@ class Hardware:
     """When a rank computes wrongly or its weights differ; heal: copy weights from other ranks and redo the step."""
     history_every: int = 20
     """Steps between two digests of weights and gradients in history.jsonl of an exact run; 0: none."""
+    find_unused_parameters: bool = False
+    """Parameters may take part in the loss only in some steps, or on some ranks: gradients are summed without DDP."""
     sync_bn: Literal["auto", "on", "off"] = "auto"
     """BatchNorm statistics over all ranks; auto: where there are several and the model has BatchNorm."""
     grad_compression: Literal["none", "bf16"] = "none"
@@ -219,10 +223,13 @@ class Hardware:
             ("spot_check_every", facts.world_size == 1, "there is one rank, and no other to repeat its tiles"),
             ("grad_compression", facts.world_size == 1, "there is one rank, and gradients go nowhere"),
             ("bucket_mb", facts.world_size == 1, "there is one rank, and gradients go nowhere"),
+            ("grad_compression", facts.without_ddp, "gradients are summed as they are, without DDP"),
+            ("bucket_mb", facts.without_ddp, "gradients are summed without DDP"),
             ("grad_compression", self.shard == "full", "FSDP sums gradients as they are"),
             ("bucket_mb", self.shard == "full", "FSDP sums gradients block by block"),
             ("on_corruption", facts.world_size == 1, "there is one rank, and no other to compare it with"),
             ("shard", facts.world_size == 1, "there is one rank, and no other to share with"),
+            ("find_unused_parameters", facts.world_size == 1, "there is one rank: any parameter may be unused"),
             ("history_every", not self.exact, "only an exact run has a history"),
             ("sync_bn", self.exact, "in an exact run BatchNorm has the statistics of a tile"),
             ("use_amp", self.use_amp and facts.on_cpu, "on a CPU it is slower; --precision bf16 turns it on"),

@@ -6,9 +6,10 @@ world: sums are integers or float64, added up once at the end.
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 
 from .batching import MicroBatch
 from .distributed import RunFailed, World
-from .loader import Fetch, item_getter, to_device
-from .loss import Sums, check_loss, loss_means, loss_sums
+from .loader import Fetch, is_iterable, item_getter, to_device
+from .loss import Sums, check_loss, loss_means, loss_sums, named
 from .nearest import nearest
-from .recipe import Batch, Evaluates, Generates, Predicts, Recipe, SeveralTerms, Tests
+from .recipe import Alternates, Batch, Evaluates, Generates, Predicts, Recipe, SeveralTerms, Tests
 from .rng import Rng
 from .stream import Slice
 from .watch.data import Samples
@@ -57,8 +58,12 @@ def dataset_size(dataset: Any) -> int:
 
 
 def samples_of(dataset: Any | None) -> Samples | None:
-    """Return what the watch needs of a data set to compare it over the ranks."""
-    return None if dataset is None else Samples(dataset_size(dataset), item_getter(dataset))
+    """Return what the watch needs of a data set to compare it over the ranks; of an iterable one its first item."""
+    if dataset is None:
+        return None
+    if is_iterable(dataset):
+        return Samples(1, lambda _: [next(iter(dataset))])
+    return Samples(dataset_size(dataset), item_getter(dataset))
 
 
 @contextmanager
@@ -126,7 +131,12 @@ class Evaluator:
         size = dataset_size(dataset)
         with self.eval_mode():
             sums = self.sum_over_ranks(min(size, limit or size), batch_size, sums_of)
-        return self.recipe.metrics(sums) if isinstance(self.recipe, Evaluates) else loss_means(sums), sums
+        return self.recipe.metrics(sums) if isinstance(self.recipe, Evaluates) else loss_means(sums, self.turns), sums
+
+    @cached_property
+    def turns(self) -> Collection[str]:
+        """The names of optimizers that take turns: the loss of each is evaluated."""
+        return tuple(self.recipe.optimizers(self.model)) if isinstance(self.recipe, Alternates) else ("",)
 
     def _batch_sums(self, testing: bool) -> Callable[[nn.Module, Batch, Rng], Sums]:
         recipe = self.recipe
@@ -135,7 +145,11 @@ class Evaluator:
         if isinstance(recipe, Evaluates):
             return recipe.evaluate_batch
         counts = recipe.term_counts if isinstance(recipe, SeveralTerms) else lambda batch, rng: {}
-        return lambda model, batch, rng: loss_sums(check_loss(recipe.loss(model, batch, rng)), counts(batch, rng))
+
+        def one(model: nn.Module, batch: Batch, rng: Rng) -> Sums:
+            return loss_sums(check_loss(recipe.loss(model, batch, rng)), counts(batch, rng))
+
+        return in_each_turn(recipe, self.turns, one) if isinstance(recipe, Alternates) else one
 
     def _batch(self, dataset: Any, numbers: list[int]) -> Batch:
         items = item_getter(dataset)(numbers)
@@ -253,6 +267,23 @@ class Evaluator:
         with self.autocast, self.eval_mode():
             gathered = [tensor for rank in self._gather(own_samples) for tensor in rank]
         return torch.cat(gathered) if gathered else None
+
+
+def in_each_turn(
+    recipe: Alternates, turns: Collection[str], sums_of: Callable[[nn.Module, Batch, Rng], Sums]
+) -> Callable[[nn.Module, Batch, Rng], Sums]:
+    """Return what evaluates the loss of each turn, and names the sums after it."""
+
+    def each(model: nn.Module, batch: Batch, rng: Rng) -> Sums:
+        before, found = recipe.turn, Sums()
+        try:
+            for recipe.turn in turns:
+                found |= {named(recipe.turn, name): value for name, value in sums_of(model, batch, rng).items()}
+        finally:
+            recipe.turn = before
+        return found
+
+    return each
 
 
 def check_metric(name: str, metrics: Callable[[int | None], Mapping[str, float]], few: int) -> None:

@@ -4,16 +4,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
-from .batching import Batching, MicroBatch
+from .batching import Batching, MicroBatch, Position
 from .config import Data
 from .distributed import World
-from .evaluate import dataset_size, samples_of
-from .loader import Fetch, Loader, Preparation, Reader, requests
+from .evaluate import samples_of
+from .loader import Fetch, Loader, Preparation, Reader, is_iterable, requests, size_of
 from .rng import Rng
 from .stream import Slice, Stream
-from .watch.data import DataWatch, Samples
+from .watch.data import DataWatch, Samples, digest
 from .watch.ledger import Ledger
 
 
@@ -37,24 +36,20 @@ class Feed:
         self, dataset: Any, length: Data, preparation: Preparation, workers: int | None, step: int
     ) -> tuple[Loader, Batching]:
         """Return what loads micro-batches from `step` on, and how they are cut."""
-        iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        iterable = is_iterable(dataset)
         if (length.n_steps is None) == (length.epochs is None):
             raise ValueError("say how long to train: n_steps or epochs, one of the two")
-        if isinstance(dataset, Iterator):
-            kind = type(dataset).__name__
-            raise ValueError(f"a {kind} can be read only once: give a data set whose __iter__ begins anew each time")
-        if iterable and length.n_steps is None:
-            raise ValueError("an iterable data set has no known length: say how long to train by n_steps")
         global_batch = length.global_batch_size or length.batch_size
-        size = global_batch if iterable else dataset_size(dataset)
+        if (size := size_of(dataset)) is None and length.n_steps is None:
+            raise ValueError("an iterable data set has no known length: say how long to train by n_steps")
         batching = self.batching = Batching.plan(length, size, self.world.size)
-        self.continue_with({"global_batch": global_batch, "dataset": None if iterable else size})
+        self.continue_with({"global_batch": global_batch, "dataset": size})
+        self._watch(samples_of(dataset), size or 0)
         if iterable:
-            self._watch(Samples(1, lambda _: [next(iter(dataset))]), 0)
-            epoch, number = self.facts.get("next_item", (0, 0))
-            reader = Reader(dataset, preparation, self.world, batching, (epoch, number))
+            first = Position(*self.facts.get("next_item", ()))
+            reader = Reader(dataset, preparation, batching, self.world.rank, first, digest)
             return Loader(reader, self.world, workers), batching
-        self._watch(samples_of(dataset), size)
+        assert size is not None
         wanted = requests(Stream(size, global_batch, self.seed), self.world, batching, step)
         return Loader(Fetch(dataset, preparation), self.world, workers, requests=wanted), batching
 
@@ -98,7 +93,7 @@ class Feed:
 
     def count_step(self) -> None:
         """Count the samples in hand as used."""
-        self.used += self._in_hand if self.ledger.size else []
+        self.used += self._in_hand
         self._in_hand = []
         if self.micro is not None and self.micro.next_item is not None:
             self.facts["next_item"] = list(self.micro.next_item)

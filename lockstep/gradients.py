@@ -9,14 +9,15 @@ and parameters that take part only in some steps need no more than that.
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from .batching import Batching, MicroBatch
 from .distributed import World
+from .gradient_sums import GradientSums
 from .loss import Finished, LossSums, Normalizer
-from .parallel import GradientSums
 from .stream import Slice
 
 Grads = list[Tensor | None]
@@ -62,7 +63,8 @@ class Gradients:
         self._called = True
         weight = _on_device(weight, total)
         finished = self._exchange(loss.grads)
-        self.sums.backward(loss.normalizer.scale(total, weight, number, len(samples.index)), sync=last)
+        with nullcontext() if last else self.sums.no_sync():
+            self.sums.backward(loss.normalizer.scale(total, weight, number, len(samples.index)))
         self._logged.setdefault(name, LossSums()).add([Finished(samples, total.detach(), weight, {})])
         if not last:
             loss.grads = self._exchange(finished)

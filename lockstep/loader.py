@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from .batching import Batching, MicroBatch
+from .batching import Batching, MicroBatch, Position
 from .distributed import World
 from .recipe import Augments, Recipe
 from .rng import Rng
@@ -29,6 +29,10 @@ class Preparation:
     augment: Callable[[Any, Rng], Any] | None = None
     """augment(item, rng), with the randomness of that item."""
 
+    @classmethod
+    def of(cls, recipe: Recipe, seed: int) -> "Preparation":
+        return cls(seed, recipe.collate, recipe.augment if isinstance(recipe, Augments) else None)
+
 
 class Fetch:
     """Runs in the loader's processes: samples of a map-style data set in, a collated micro-batch out."""
@@ -38,8 +42,7 @@ class Fetch:
 
     @classmethod
     def of(cls, recipe: Recipe, dataset: Any, seed: int) -> "Fetch":
-        augment = recipe.augment if isinstance(recipe, Augments) else None
-        return cls(dataset, Preparation(seed, recipe.collate, augment))
+        return cls(dataset, Preparation.of(recipe, seed))
 
     def __getitems__(self, request: tuple[Slice, int, bool]) -> list[MicroBatch]:
         """Return one micro-batch, or its error: an exception would lose its message on the way to the rank."""
@@ -66,28 +69,48 @@ class Reader(IterableDataset[MicroBatch]):
     """
 
     def __init__(
-        self, dataset: Any, preparation: Preparation, world: World, batching: Batching, first_item: tuple[int, int]
+        self,
+        dataset: Any,
+        preparation: Preparation,
+        batching: Batching,
+        rank: int,
+        first: Position,
+        digest: Callable[[Any], str],
+        step: int = 0,
+        repeats: Callable[[int], Sequence[int]] = lambda _: (),
     ):
-        self.dataset, self.batching, self.first_item = dataset, batching, first_item
+        """`first`: where the global batch of `step` begins. `digest` hashes an item. `repeats`: as in `requests`."""
+        self.dataset, self.batching, self.first, self.step, self.repeats = dataset, batching, first, step, repeats
+        self.digest = digest
+        self.size, self.own = size_of(dataset), batching.own(rank)
         self.fetch, self._in_hand = Fetch(self, preparation), list[Any]()
-        self.numbers = batching.own(world.rank)
-        size, share = batching.global_batch, (world.rank, world.rank + 1)
-        first, stop = (size * rank // world.size for rank in share)
-        self.cuts = [first + (stop - first) * i // batching.accumulation for i in range(batching.accumulation + 1)]
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        sequence = self._sequence()
-        while True:
-            own: list[tuple[int, int, Any]] = []
-            for place, (epoch, index, item) in enumerate(itertools.islice(sequence, self.batching.global_batch)):
-                if self.cuts[0] <= place < self.cuts[-1]:
-                    own.append((epoch, index, item))
-            for number, (start, stop) in zip(self.numbers, itertools.pairwise(self.cuts), strict=True):
-                some = own[start - self.cuts[0] : stop - self.cuts[0]]
-                places = np.array([place[:2] for place in some], dtype=np.int64).reshape(-1, 2)
-                samples, self._in_hand = Slice(places[:, 0].copy(), places[:, 1].copy()), [p[2] for p in some]
-                (micro,) = self.fetch.__getitems__((samples, number, number == self.numbers[-1]))
-                yield micro._replace(next_item=(epoch, index + 1))
+        sequence, start, in_a_row = self._sequence(), self.first, self.batching.steps_per_batch
+        for first_step in itertools.count(self.step - self.step % in_a_row, in_a_row):
+            steps = [step for step in range(first_step, first_step + in_a_row) if step >= self.step]
+            numbers = {step: [*self.repeats(step), *self.own] for step in steps}
+            spans = {number: self.batching.span(number) for some in numbers.values() for number in some}
+            kept: dict[int, tuple[int, int, Any]] = {}
+            for place, found in enumerate(itertools.islice(sequence, self.batching.global_batch)):
+                if any(place in span for span in spans.values()):
+                    kept[place] = found
+            end = Position(found[0], found[1] + 1, self.digest(found[2]))
+            for step in steps:
+                for number in numbers[step]:
+                    micro = self._collated([kept[place] for place in spans[number]], number)
+                    yield micro._replace(next_item=end if step == first_step + in_a_row - 1 else start)
+            start = end
+
+    def collated(self, places: range, number: int) -> MicroBatch:
+        """Return the items at some places of the first global batch as a micro-batch."""
+        return self._collated(list(itertools.islice(self._sequence(), places.start, places.stop)), number)
+
+    def _collated(self, items: list[tuple[int, int, Any]], number: int) -> MicroBatch:
+        places = np.array([item[:2] for item in items], dtype=np.int64).reshape(-1, 2)
+        samples, self._in_hand = Slice(places[:, 0].copy(), places[:, 1].copy()), [item[2] for item in items]
+        (micro,) = self.fetch.__getitems__((samples, number, number == self.own[-1]))
+        return micro
 
     def __getitems__(self, _: list[int]) -> list[Any]:
         """Return the items just read, whose places `fetch` has been told."""
@@ -95,7 +118,7 @@ class Reader(IterableDataset[MicroBatch]):
 
     def _sequence(self) -> Iterator[tuple[int, int, Any]]:
         """Yield (epoch, number in the epoch, item) without end, from the first item on."""
-        first_epoch, first_index = self.first_item
+        first_epoch, first_index, _ = self.first
         for epoch in itertools.count(first_epoch):
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
@@ -103,12 +126,31 @@ class Reader(IterableDataset[MicroBatch]):
             for count, item in enumerate(self.dataset, 1):
                 if count > skipped:
                     yield epoch, count - 1, item
-            if count < max(1, skipped):
+            if count < max(1, skipped) or count != (self.size or count):
+                expected = f"the {skipped} that were used of it before" if count < skipped else "one"
+                wrong = f"not the {self.size} of its len()" if self.size else f"fewer than {expected}"
                 raise ValueError(
-                    f"epoch {epoch} of the iterable data set has {count} item(s), fewer than "
-                    + (f"the {skipped} that were used of it before" if skipped else "one")
-                    + ": it must yield the same items whenever it is read"
+                    f"epoch {epoch} of the iterable data set has {count} item(s), {wrong}: it must yield the same "
+                    "items whenever it is read, on every rank"
                 )
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Return whether a data set is read in order; a ValueError if it can be read only once."""
+    if isinstance(dataset, Iterator):
+        kind = type(dataset).__name__
+        raise ValueError(f"a {kind} can be read only once: give a data set whose __iter__ begins anew each time")
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def size_of(dataset: Any) -> int | None:
+    """Return the number of samples in an epoch; None for an iterable data set that does not know it."""
+    try:
+        return len(dataset)
+    except TypeError:
+        if is_iterable(dataset):
+            return None
+        raise ValueError("a data set with __getitem__ needs __len__ too: its samples are shuffled") from None
 
 
 def item_getter(dataset: Any) -> Callable[[list[int]], list[Any]]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .batching import Batching, MicroBatch
+from .batching import Batching, MicroBatch, Position
 from .distributed import World
 from .rng import Rng
 from .stream import Slice
@@ -215,44 +215,62 @@ class Finished(NamedTuple):
     total: Tensor
     weight: float | Tensor
     logs: dict[str, Tensor]
+    turn: str = ""
+    """Of several optimizers that take turns, the one whose step it was."""
+    uses_up: bool = True
+    """Whether no step after it uses the same samples."""
+    next_item: Position | None = None
+    """As of the micro-batch."""
 
 
 class LossSums:
     """Sums of losses and weights since the last log, kept on the device."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Any] = {}
+        self.sums: dict[tuple[str, str], Any] = {}
+        """By turn and name."""
 
     def add(self, finished: list[Finished]) -> None:
-        for _, total, weight, logs in finished:
+        for _, total, weight, logs, turn, *_ in finished:
             for name, value in {"loss": total, "weight": weight, **logs}.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value
+                self.sums[turn, name] = self.sums.get((turn, name), 0.0) + value
 
     def means(self, world: World) -> dict[str, float]:
-        """Return each sum over all ranks divided by the weight; this waits for the device."""
+        """Return each sum over all ranks divided by the weight; this waits for the device.
+
+        The first one is a loss. Where optimizers take turns, each name begins with that of the turn.
+        """
         sums, self.sums = self.sums, {}
         values = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in sums.values()])
         return _per_weight(dict(zip(sums, world.sum(values).tolist(), strict=True)))
+
+
+def named(turn: str, name: str) -> str:
+    """Return what a value is called that belongs to the steps of one of several optimizers."""
+    return f"{turn}_{name}" if turn else name
 
 
 class ExactLossSums(LossSums):
     """The same, free of rounding and so of any order: the values of all tiles are kept, and added up once."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
-        self.rows: list[Tensor] = []
+        self.rows: dict[tuple[str, ...], list[Tensor]] = {}
+        """By turn and names, the values of each tile."""
 
     def add(self, finished: list[Finished]) -> None:
-        for _, total, weight, logs in finished:
+        for _, total, weight, logs, turn, *_ in finished:
             values = {"loss": total, "weight": weight, **logs}
-            self.names = list(values)
-            self.rows.append(torch.stack([_float64(value, total.device) for value in values.values()]))
+            row = torch.stack([_float64(value, total.device) for value in values.values()])
+            self.rows.setdefault((turn, *values), []).append(row)
 
     def means(self, world: World) -> dict[str, float]:
-        rows, self.rows = torch.stack(self.rows).tolist(), []
-        ranks = world.gather(rows)
-        sums = [_exact_sum(column) for column in zip(*(row for rank in ranks for row in rank), strict=True)]
-        return _per_weight(dict(zip(self.names, world.broadcast(sums), strict=True)))
+        rows, self.rows = self.rows, {}
+        ranks = world.gather({names: torch.stack(some).tolist() for names, some in rows.items()})
+        sums = dict[tuple[str, str], float]()
+        for turn, *names in rows if ranks else ():
+            columns = zip(*(row for rank in ranks for row in rank[turn, *names]), strict=True)
+            sums |= {(turn, name): _exact_sum(column) for name, column in zip(names, columns, strict=True)}
+        return _per_weight(world.broadcast(sums))
 
 
 def _exact_sum(values: Iterable[float]) -> float:
@@ -273,9 +291,13 @@ def _float64(value: float | Tensor, device: torch.device) -> Tensor:
     return value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
 
 
-def _per_weight(sums: dict[str, float]) -> dict[str, float]:
-    weight = sums.pop("weight")
-    return {name: value / weight if weight else math.nan for name, value in sums.items()}
+def _per_weight(sums: dict[tuple[str, str], float]) -> dict[str, float]:
+    weights = {turn: value for (turn, name), value in sums.items() if name == "weight"}
+    return {
+        named(turn, name): value / weights[turn] if weights[turn] else math.nan
+        for (turn, name), value in sums.items()
+        if name != "weight"
+    }
 
 
 def loss_sums(loss: Loss, counts: dict[str, Tensor] | None = None) -> Sums:
@@ -289,8 +311,20 @@ def _pair(total: Tensor, weight: float | Tensor) -> Tensor:
     return torch.stack([total.double(), torch.as_tensor(weight, dtype=torch.float64, device=total.device)])
 
 
-def loss_means(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Return the means of `loss_sums` added up over a data set; with several terms also their sum, as `loss`."""
+def loss_means(sums: dict[str, Tensor], turns: Iterable[str] = ("",)) -> dict[str, float]:
+    """Return the means of `loss_sums` added up over a data set; with several terms also their sum, as `loss`.
+
+    `turns`: the names of optimizers that take turns, with which the names of the sums begin.
+    """
+    found = dict[str, float]()
+    for turn in turns:
+        start = named(turn, "")
+        own = {name.removeprefix(start): pair for name, pair in sums.items() if name.startswith(start)}
+        found |= {named(turn, name): value for name, value in _means(own).items()}
+    return found
+
+
+def _means(sums: dict[str, Tensor]) -> dict[str, float]:
     pairs = {name: pair.tolist() for name, pair in sums.items()}
     if "loss" in sums:
         return {name: total / weight if weight else math.nan for name, (total, weight) in pairs.items()}

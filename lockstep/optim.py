@@ -53,7 +53,8 @@ class Schedule:
     def __init__(self, optim: Optim, batching: Batching, own: Callable[[int], float] | None = None):
         """`own`: the factor by step, of a recipe with a schedule of its own."""
         self.kind, self.own = "the recipe's own" if own else optim.schedule, own
-        self.warmup = optim.warmup_steps + round(optim.warmup_epochs * batching.steps_per_epoch)
+        in_epochs = round(optim.warmup_epochs * batching.steps_per_epoch) if optim.warmup_epochs else 0
+        self.warmup = optim.warmup_steps + in_epochs
         self.length = max(1, batching.n_steps - self.warmup)
         self.floor = optim.min_lr / optim.lr if optim.lr else 0.0
         self.decay_steps, self.decay_factor, self.decay_patience = (
@@ -99,17 +100,22 @@ class Update:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Mapping[str, torch.optim.Optimizer],
         schedule: Schedule,
         lr_ratio: float,
         clip: float,
         scaler: Scaler | None,
         device: torch.device,
     ):
-        self.optimizer, self.schedule, self.clip, self.scaler = optimizer, schedule, clip, scaler
-        self.full_lr = [group["lr"] * lr_ratio for group in optimizer.param_groups]
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.norm = torch.zeros((), device=device)
+        """`optimizers`: by name; the only one has the name ""."""
+        self.optimizers, self.schedule, self.clip, self.scaler = optimizers, schedule, clip, scaler
+        self._full_lrs = {
+            name: [group["lr"] * lr_ratio for group in optimizer.param_groups] for name, optimizer in optimizers.items()
+        }
+        self.norms = {name: torch.zeros((), device=device) for name in optimizers}
+        """The norm of each optimizer's last gradient."""
+        self.lr = 0.0
+        """Of the last step, in its first group."""
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
         self.most_bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
@@ -120,7 +126,33 @@ class Update:
         """Whether the recipe has built the optimizer itself."""
         self.sharding: Sharding | None = None
         """With --shard: how parameters, gradients or state are spread over the ranks."""
-        self._skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.use(next(iter(optimizers)))
+
+    def use(self, name: str) -> None:
+        """Let the next steps be those of one of the optimizers."""
+        self.name, self.optimizer, self.full_lr = name, self.optimizers[name], self._full_lrs[name]
+        self.parameters = self.parameters_of(name)
+        self._skips_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+
+    def parameters_of(self, name: str) -> list[nn.Parameter]:
+        return [p for group in self.optimizers[name].param_groups for p in group["params"]]
+
+    def values(self) -> dict[str, float]:
+        """Return learning rate and norm of the gradient for the log, of several optimizers each under its name."""
+        found = dict[str, float]()
+        for name, optimizer in self.optimizers.items():
+            start = f"{name}_" if name else ""
+            found |= {f"{start}lr": optimizer.param_groups[0]["lr"], f"{start}grad_norm": float(self.norms[name])}
+        return found
+
+    def kinds(self) -> str:
+        """Return the types of the optimizers in words."""
+        named = ((name, type(optimizer).__name__) for name, optimizer in self.optimizers.items())
+        return ", ".join(f"{name}: {kind}" if name else kind for name, kind in named)
+
+    def learning_rates(self) -> str:
+        """Return the full learning rates in words, each of the first group of an optimizer."""
+        return ", ".join(f"{name}: {lr[0]:g}" if name else f"{lr[0]:g}" for name, lr in self._full_lrs.items())
 
     @torch.no_grad()
     def step(self, step: int, factor: Tensor | None = None, discard: Tensor | None = None) -> Tensor:
@@ -148,6 +180,7 @@ class Update:
             torch._foreach_mul_(grads, factor)
         for group, lr in zip(self.optimizer.param_groups, self.full_lr, strict=True):
             group["lr"] = lr * self.schedule(step)
+        self.lr = self.optimizer.param_groups[0]["lr"]
         if self._skips_itself:
             self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
             self.optimizer.step()
@@ -157,7 +190,7 @@ class Update:
             parameter.grad = None
         if self.sharding is not None:
             self.sharding.publish()
-        self.norm, self.bad_steps = norm, self.bad_steps + bad
+        self.norms[self.name], self.bad_steps = norm, self.bad_steps + bad
         in_row = torch.where(bad, self.bad_in_row + 1, 0)
         self.bad_in_row = in_row if discard is None else torch.where(discard, self.bad_in_row, in_row)
         self.most_bad_in_row = torch.maximum(self.most_bad_in_row, self.bad_in_row)

@@ -1,10 +1,10 @@
-"""One model on many ranks, with gradients summed over all of them: as an objective, or in a loop of one's own.
+"""One objective on many ranks, with gradients summed over all of them.
 
 The only file that names DistributedDataParallel; what FSDP2 does is in sharding/.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from .batching import MicroBatch
 from .batchnorm import SyncBatchNorm, TileBatchNorm, TileStatistics
 from .distributed import RunFailed, World
 from .exact import ExactSums
+from .gradient_sums import GradientSums
 from .loss import Objective
 from .sharding import FullySharded
 
@@ -107,6 +108,8 @@ class Tiles:
     def __init__(self, model: nn.Module, sums: ExactSums, count: int, world: World):
         self.sums, self.statistics, self.world = sums, TileStatistics(model, count, world), world
         self._model, self._buffers = model, {name: buffer.clone() for name, buffer in _own_buffers(model)}
+        self.unwrapped: GradientSums | None = None
+        """Sums over the ranks where no DDP does."""
         sums.set_tiles(count)
 
     def start_step(self) -> None:
@@ -128,8 +131,12 @@ class Tiles:
     def finish_tile(self, number: int, last: bool) -> None:
         """Take the gradients that a backward pass has made; DDP's hook has added those of the last tile."""
         self.statistics.record(number)
-        if not last or self.world.size == 1:
+        if not last or self.world.size == 1 or self.unwrapped is not None:
             self.sums.add_local(last)
+        if last and self.unwrapped is not None:
+            if self.sums.observer is not None:
+                self.sums.observer.add_sums(self.sums.integers())
+            self.unwrapped.sum_integers()
 
     def check_buffers(self) -> None:
         """After the first step: refuse a model whose forward pass changes a buffer; each rank's tiles would differ."""
@@ -154,29 +161,63 @@ class Replica:
     Gradients are summed over the ranks bucket by bucket, while backward is still running. DDP records its first
     passes: a static graph must be synchronised in the first one, and the buckets are rebuilt after it, which changes
     the order of summation. So that a resumed run has the bits of one that never stopped, `warm_up` makes three passes
-    before the first step and throws them away.
+    before the first step and throws them away. Where parameters take part only in some steps, no DDP is used: it
+    expects the same ones in every step.
     """
 
     def __init__(
-        self, objective: Objective, world: World, static_graph: bool, tiles: Tiles | None = None,
-        fully: FullySharded | None = None, wire: Wire | None = None,
-    ):  # fmt: skip
-        """`fully`: the objective's parameters are spread over the ranks, and it sums gradients by itself."""
-        wire, self.objective, self.model, self.world, self._fully = (
-            wire or Wire(),
-            objective,
-            objective.model,
-            world,
-            fully,
-        )
+        self,
+        objective: Objective,
+        world: World,
+        static_graph: bool,
+        tiles: Tiles | None = None,
+        fully: FullySharded | None = None,
+        wire: Wire | None = None,
+        same_parameters: bool = True,
+    ):
+        """`fully`: the objective's parameters are spread over the ranks, and it sums gradients by itself.
+        `same_parameters`: whether the same ones get gradients in every step, on every rank.
+        """
+        wire = wire or Wire()
+        self.objective, self.model, self.world, self._fully = objective, objective.model, world, fully
         self.forward: Callable[..., Any] = objective
         """Call this, never the objective itself: gradients are synchronised on the way back."""
         self.no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Within it, backward adds up gradients on this rank alone."""
+        self.backward: Callable[[Tensor], None] = Tensor.backward
         self.buckets = Buckets(tiles.sums if tiles else None, wire.dtype)
-        if world.size > 1 and fully is None:
+        self.unwrapped: GradientSums | None = None
+        if world.size > 1 and fully is None and same_parameters:
             self.forward = ddp = self._wrap(objective, world, static_graph, wire.bucket_mb)
             self.no_sync = ddp.no_sync
+        elif world.size > 1 and fully is None:
+            self._sum_unwrapped(tiles)
+
+    def _sum_unwrapped(self, tiles: Tiles | None) -> None:
+        """Sum gradients without DDP; in an exact run after the last tile's backward pass."""
+        trainable = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        sums = self.unwrapped = GradientSums(trainable, self.world)
+        sums.on_ready = self._gradients_ready
+        if tiles is not None:
+            tiles.unwrapped = sums
+            return
+        self.no_sync = sums.no_sync
+        self.backward = sums.backward
+
+    def _gradients_ready(self) -> None:
+        self.buckets.on_ready()
+
+    def release(self) -> None:
+        """Take part in the sums that other ranks wait for, without gradients: this rank's memory did not suffice."""
+        if self.unwrapped is not None:
+            self.unwrapped.release(integers=self.buckets.sums is not None)
+        else:
+            self.buckets.release()
+
+    def close(self) -> None:
+        """Remove the hooks that are in the parameters."""
+        if self.unwrapped is not None:
+            self.unwrapped.close()
 
     def compile(self, exact: bool) -> None:
         """Compile the objective; after `warm_up`, whose batch has a size of its own.
@@ -211,10 +252,10 @@ class Replica:
     def warm_up(
         self, micro: MicroBatch, per_sample: dict[str, Tensor] | None, autocast: AbstractContextManager[Any]
     ) -> None:
-        """Make three passes, forward and backward, that change neither weights nor buffers nor generators."""
+        """Make passes, forward and backward, that change neither weights nor buffers nor generators."""
         self.model.train()
         with self.unchanged():
-            for _ in range(3):
+            for _ in range(1 if self.unwrapped else 3):
                 with autocast:
                     total, *_ = self.forward(micro.batch, micro.epochs, micro.indices, per_sample)
                 (total * 0).backward()
@@ -237,119 +278,6 @@ class Replica:
                 parameter.grad = gradient
 
 
-class Bucket:
-    """Parameters of one type whose gradients are summed together."""
-
-    BYTES = 25 << 20
-    """About so many, as in DDP."""
-
-    def __init__(self) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self.size = 0
-        self.waiting: set[nn.Parameter] = set()
-        """In a backward pass that is running: those without their gradient yet."""
-        self.sent: tuple[Tensor, dist.Work] | None = None
-
-    def add(self, parameter: nn.Parameter) -> None:
-        self.parameters.append(parameter)
-        self.size += parameter.nbytes
-
-    def start(self) -> None:
-        self.waiting, self.sent = set(self.parameters), None
-
-    def send(self) -> None:
-        """Begin to sum the gradients; a rank without one has zeros."""
-        if any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
-            raise ValueError("sparse gradients are not summed over ranks: use nn.Embedding(..., sparse=False)")
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
-        self.sent = flat, dist.all_reduce(flat, async_op=True)
-
-    def receive(self, wanted: set[nn.Parameter]) -> None:
-        """Give the wanted parameters the sums."""
-        assert self.sent is not None
-        (flat, work), self.sent = self.sent, None
-        work.wait()
-        for parameter, piece in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
-            if parameter in wanted and parameter.grad is None:
-                parameter.grad = piece.view_as(parameter)
-            elif parameter in wanted:
-                parameter.grad.copy_(piece.view_as(parameter))  # type: ignore[union-attr]
-
-
-class GradientSums:
-    """Sums the gradients of any parameters over the ranks, bucket by bucket, while backward is still running.
-
-    No wrapper is around a model, so that nothing can run around it: any method may be called, any number of times and
-    with any losses, and parameters may take part only in some steps or on some ranks. Buckets are sent in one order on
-    every rank; one that is not complete when backward ends, and those after it, are sent then. The layout of buckets is
-    the same from the first step on, so that a resumed run has the bits of one that never stopped.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], world: World):
-        self.parameters, self.world = list(dict.fromkeys(parameters)), world
-        self._running, self._sent = False, 0
-        self.buckets = self._cut() if world.size > 1 else []
-        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
-        for parameter in self._bucket_of:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._ready)
-
-    def _cut(self) -> list[Bucket]:
-        """Return the buckets in the order in which backward mostly completes them; frozen parameters come last."""
-        buckets: list[Bucket] = []
-        filled: dict[Any, Bucket] = {}
-        ordered = self.parameters[::-1]
-        for parameter in sorted(ordered, key=lambda p: not p.requires_grad):
-            kind = parameter.dtype, parameter.device, parameter.requires_grad
-            if kind not in filled or filled[kind].size >= Bucket.BYTES:
-                filled[kind] = Bucket()
-                buckets.append(filled[kind])
-            filled[kind].add(parameter)
-        return buckets
-
-    def backward(self, loss: Tensor, sync: bool) -> None:
-        """Run backward; with `sync`, each gradient is then the sum of all ranks', None where no rank has one."""
-        if not sync or self.world.size == 1:
-            loss.backward()
-            return
-        for bucket in self.buckets:
-            bucket.start()
-        self._running, self._sent = True, 0
-        try:
-            loss.backward()
-        finally:
-            self._running = False
-        wanted = self._with_gradient()
-        for bucket in self.buckets[self._sent :]:
-            if not wanted.isdisjoint(bucket.parameters):
-                bucket.send()
-        for bucket in self.buckets:
-            if bucket.sent is not None:
-                bucket.receive(wanted)
-
-    def _ready(self, parameter: Tensor) -> None:
-        """Hook of a parameter: its gradient of this backward pass is there."""
-        if not self._running:
-            return
-        bucket = self._bucket_of[parameter]  # type: ignore[index]
-        if bucket.sent is not None:
-            raise RunFailed(
-                "a parameter got a gradient twice in one backward pass, as activation checkpointing does with "
-                "use_reentrant=True; use torch.utils.checkpoint with use_reentrant=False"
-            )
-        bucket.waiting.discard(parameter)
-        while self._sent < len(self.buckets) and not self.buckets[self._sent].waiting:
-            self.buckets[self._sent].send()
-            self._sent += 1
-
-    def _with_gradient(self) -> set[nn.Parameter]:
-        """Return the parameters that have a gradient on any rank; a message between hosts."""
-        have = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
-        dist.all_reduce(have, dist.ReduceOp.MAX, group=self.world.cpu_group)
-        return {parameter for parameter, some in zip(self.parameters, have.tolist(), strict=True) if some}
-
-
 @torch.no_grad()
 def make_equal(model: nn.Module, world: World) -> None:
     """Give every rank rank 0's parameters and buffers."""
@@ -357,6 +285,16 @@ def make_equal(model: nn.Module, world: World) -> None:
         whole = tensor.detach().contiguous()
         dist.broadcast(whole, src=0)
         tensor.copy_(whole)
+
+
+def explain(error: RuntimeError, remedy: str) -> RunFailed | None:
+    """Return what DDP means in plain words, None for other errors; `remedy` is how to train all the same."""
+    if "training graph has changed" in str(error) or "were not used in producing loss" in str(error):
+        return RunFailed(
+            "parameters of the model take part in the loss only in some steps, or only on some ranks, or never, and "
+            f"DDP expects the same ones in each step; {remedy}"
+        )
+    return None
 
 
 def is_wrapped(model: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from .config import Optim
 from .distributed import World
 from .exact import Exactness
 from .files import printable, write_text
+from .loader import is_iterable
 from .optim import Update
 from .provenance import launch_facts, launches_of
 from .recipe import Describes
@@ -101,13 +102,16 @@ def _rows(setup: Setup, state: TrainState, gradients: str) -> list[tuple[str, st
     rows = [
         ("recipe", f"{setup.request.recipe.name}: {model}"),
         ("parameters", f"{sum(p.numel() for p in state.model.parameters()):,}"),
-        ("data", data or f"{b.dataset:,} samples"),
+        ("data", data or ("iterable, of unknown length" if b.dataset is None else f"{b.dataset:,} samples")),
         ("devices", _devices(world)),
         ("world", f"{world.size}, backend {world.backend}, time-out {setup.config.hardware.timeout:g} s"),
         ("global batch", _global_batch(b)),
-        ("length", f"{b.n_steps:,} steps = {b.n_steps / b.steps_per_epoch:.2f} epochs"),
+        (
+            "length",
+            f"{b.n_steps:,} steps" + "".join(f" = {epochs:.2f} epochs" for epochs in b.epochs(b.n_steps).values()),
+        ),
         ("learning rate", _learning_rate(setup.config.optim, state.update)),
-        ("optimizer", f"{type(state.update.optimizer).__name__}, averages: {[e.decay for e in state.emas] or 'none'}"),
+        ("optimizer", f"{state.update.kinds()}, averages: {[e.decay for e in state.emas] or 'none'}"),
         ("precision", f"{setup.precision.name}, {'compiled' if setup.compiled else 'not compiled'}"),
         *([("gradients", gradients)] if gradients else []),
         ("exact", _exactness(state.exactness, b) + _spot_checks(setup)),
@@ -152,7 +156,7 @@ def _spot_checks(setup: Setup) -> str:
 def _learning_rate(settings: Optim, update: Update) -> str:
     rule = "" if settings.lr_scaling == "none" else f" = {settings.lr:g} scaled {settings.lr_scaling}"
     warmup = "" if update.schedule.own else f", {update.schedule.warmup} warm-up steps"
-    return f"{update.full_lr[0]:g}{rule}, {update.schedule.kind}{warmup}"
+    return f"{update.learning_rates()}{rule}, {update.schedule.kind}{warmup}"
 
 
 def _notes(setup: Setup, model: nn.Module, own_optimizer: bool) -> list[str]:
@@ -166,7 +170,22 @@ def _notes(setup: Setup, model: nn.Module, own_optimizer: bool) -> list[str]:
         notes.append("distributed training was asked for, but there is one process; start it with torchrun or --nproc")
     if not setup.batching.divides_evenly:
         notes.append("the global batch does not divide evenly: some micro-batches are smaller by one")
+    if is_iterable(setup.data):
+        notes += _iterable_notes(setup)
     return notes + (_batch_norm_notes(setup) if has_batch_norm(model) else [])
+
+
+def _iterable_notes(setup: Setup) -> list[str]:
+    notes = [
+        "the data set is iterable: every rank reads all of it, in its own order, and keeps its share; it must yield "
+        "the same items on all ranks and whenever it is read"
+    ]
+    if setup.batching.dataset is None:
+        notes.append(
+            "it has no __len__, so it is not checked that an epoch uses each sample once; give it one, or an index "
+            "(docs/data.md)"
+        )
+    return notes
 
 
 def _batch_norm_notes(setup: Setup) -> list[str]:

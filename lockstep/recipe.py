@@ -4,7 +4,7 @@ A recipe is all the science of a model family in one class:
 
     class Mine(Recipe):
         def model(self): return MyNetwork()                 # plain single-device nn.Module
-        def dataset(self, split): return MyData(split)      # map-style; None where there is no such split
+        def dataset(self, split): return MyData(split)      # None where there is no such split
         def loss(self, model, batch, rng):
             error = (model(batch["x"]) - batch["y"]).square()
             return Loss(total=error.sum(), weight=error.numel())
@@ -12,11 +12,13 @@ A recipe is all the science of a model family in one class:
 Whatever else it can do, it says by deriving from a capability: `class Mine(Recipe, Predicts, Describes)`. What the
 engine calls, in order:
 
-    model(), dataset("train"), dataset("val"), optimizer(), sample_costs()      once
+    model(), dataset("train"), dataset("val"), sample_costs()                   once
+    optimizer(); Alternates: optimizers()                                       once
     load_pretrained(model)                     Pretrained: once, in a run that does not resume another
     every step, in the loader:                 Augments: augment() of each item; collate() of each micro-batch
-    every step:                                SeveralTerms: term_counts(); then loss(), backward; Schedules:
-                                               lr_factor(); the update; AfterStep: after_step()
+    every step:                                Alternates: turn_of(), which optimizer's step it is; SeveralTerms:
+                                               term_counts(); then loss(), backward; Schedules: lr_factor(); the
+                                               update; AfterStep: after_step()
     every eval_every:                          Evaluates: evaluate_batch() on each batch of dataset("val"), summed over
                                                all ranks, metrics() of the sums; without it, the mean of loss()
     every sample_every:                        Generates: sample() on each rank's share of each of sample_sets();
@@ -102,7 +104,11 @@ class Recipe(ABC):
 
     @abstractmethod
     def dataset(self, split: Split) -> Any | None:
-        """Return a map-style data set (`__len__`, and `__getitem__` or `__getitems__`); None for no such split."""
+        """Return a data set; None for no such split.
+
+        Map-style (`__len__`, and `__getitem__` or `__getitems__`), shuffled by the engine. "train" may be iterable
+        instead: it is read in its own order, the same on all ranks; where it has `set_epoch(n)`, that is called.
+        """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, rng: Rng) -> Loss:
@@ -142,6 +148,32 @@ class SeveralTerms(ABC):
         The counts must follow from the batch and the randomness alone: the engine adds them up over the global batch
         before the first forward pass.
         """
+
+
+class Alternates(ABC):
+    """Has several optimizers that take turns, one in each step: GANs, actor and critic, alternating minimisation.
+
+        for step in range(n_steps):
+            self.turn = self.turn_of(step)                      # a name in optimizers()
+            for batch in micro_batches(step // steps_per_batch):
+                self.loss(model, batch, rng).backward()         # gradients of the parameters of this optimizer only
+            clip, lr_factor(step), optimizers[self.turn].step(), after_step(model), averages
+
+    What is logged has the name of the turn in front: d_loss, g_loss. The scale of fp16 is one for all turns.
+    """
+
+    steps_per_batch: int = 1
+    """Steps in a row that use the same global batch, with the same randomness; it is read again for each."""
+    turn: str = ""
+    """In `loss`: the name of the optimizer whose step it is."""
+
+    @abstractmethod
+    def optimizers(self, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+        """Return the optimizers by name. `self.optim` has the flags."""
+
+    @abstractmethod
+    def turn_of(self, step: int) -> str:
+        """Return the name of the optimizer that makes this step, counted from 0. It follows from the step alone."""
 
 
 class AfterStep(ABC):
@@ -287,6 +319,7 @@ class Describes(ABC):
 CAPABILITIES = (
     Augments,
     SeveralTerms,
+    Alternates,
     AfterStep,
     Schedules,
     Pretrained,

@@ -147,9 +147,9 @@ class Replay:
         while trainer.progress.step < step:
             trainer.redo_step()
             digested = trainer.state.history.write() if trainer.state.history else []
-            values, lr = trainer.step.loss_sums.means(trainer.world), trainer.update.optimizer.param_groups[0]["lr"]
-            norm = float(trainer.update.norm)
-            self.redone[trainer.progress.step] = Redone(values["loss"], lr, norm, digested[0] if digested else None)
+            values, update = trainer.step.loss_sums.means(trainer.world), trainer.update
+            loss, norm = next(iter(values.values())), float(update.norms[update.name])
+            self.redone[trainer.progress.step] = Redone(loss, update.lr, norm, digested[0] if digested else None)
 
     def differences(self, step: int) -> list[str] | None:
         """Return, on rank 0, which recorded values of a step are others now; None if there is nothing to compare."""
@@ -178,6 +178,7 @@ def sample_losses(trainer: Trainer) -> list[SampleLoss]:
     Each goes through the model alone, with its own randomness, without dropout; BatchNorm uses its running statistics.
     """
     world, model = trainer.world, trainer.model
+    trainer.step.start_turn(trainer.progress.step)
     single = dataclasses.replace(trainer.setup.batching, tiles=trainer.setup.batching.global_batch, micro_batch=1)
     normalizer = dataclasses.replace(trainer.setup, batching=single).normalizer()
     micro_batches, per_sample = normalizer.count_terms(_singles(trainer, single))
@@ -198,6 +199,8 @@ def sample_losses(trainer: Trainer) -> list[SampleLoss]:
 
 def _singles(trainer: Trainer, single: Batching) -> Iterator[MicroBatch]:
     """Yield this rank's samples of the next step, one at a time."""
+    if trainer.step.stream is None:
+        raise ValueError("--samples reads single samples, and the data set of this run is iterable; index it instead")
     fetch, own = Fetch.of(trainer.recipe, trainer.setup.data, trainer.config.data.seed), single.own(trainer.world.rank)
     samples = trainer.step.stream.tiles(trainer.progress.step, own, single.global_batch)
     for number, sample in zip(own, samples, strict=True):

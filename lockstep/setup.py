@@ -1,6 +1,7 @@
 """What the settings become on this rank: recipe, data, model, optimizer, precision; built once, before step 1."""
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,20 +13,22 @@ from torch import nn
 from . import batchnorm, checkpoint, optim, precision
 from .batching import Batching
 from .checkpoint import Checkpoint
-from .config import RunFacts, TrainConfig
+from .config import Optim, RunFacts, TrainConfig
 from .distributed import World
-from .evaluate import dataset_size, samples_of
+from .evaluate import samples_of
 from .exact import Exactness, ExactSums, choose_kernels, environment
 from .flags import Request
+from .loader import size_of
 from .loss import Normalizer, Objective
 from .optim import Ema
 from .precision import Precision
-from .recipe import Generates, Recipe, Schedules, SeveralTerms
+from .recipe import Alternates, Generates, Recipe, Schedules, SeveralTerms
 from .rundir import RunDir
 from .sharding import FullySharded, Shares
 from .sharding.blocks import recompute
 from .sharding.build import make_meta_model, make_model
 from .state import Progress, TrainState
+from .turns import check_optimizers
 from .watch import Watch
 from .watch.data import DataWatch
 from .watch.history import History
@@ -78,6 +81,11 @@ class Setup:
         return self.batching.every(getattr(self.config.run, f"{what}_every"))
 
     @property
+    def same_parameters(self) -> bool:
+        """Whether the same parameters get gradients in every step, on every rank, as DDP expects."""
+        return not (isinstance(self.recipe, Alternates) or self.config.hardware.find_unused_parameters)
+
+    @property
     def spot_check_every(self) -> int:
         """The steps between two spot checks; 0 for none: one rank, or ranks on which a tile has different bits."""
         possible = self.in_tiles and self.world.size > 1 and not self.different_kernels
@@ -98,6 +106,7 @@ class Setup:
             has_validation_set=has_validation_set,
             generates=isinstance(self.recipe, Generates) and bool(self.recipe.sample_sets()),
             own_optimizer=own_optimizer,
+            without_ddp=not self.same_parameters,
             own_schedule=isinstance(self.recipe, Schedules),
         )
 
@@ -105,6 +114,16 @@ class Setup:
 def is_sharded(config: TrainConfig, world: World) -> str | None:
     """Return what --shard spreads over the ranks; None for nothing, as on a single rank."""
     return config.hardware.shard if config.hardware.shard != "none" and world.size > 1 else None
+
+
+def _check_sharding(recipe: Recipe, config: TrainConfig, world: World) -> None:
+    if is_sharded(config, world) and isinstance(recipe, Alternates):
+        raise ValueError(
+            f"--shard {config.hardware.shard} is for recipes with one optimizer, and in this one several take turns: "
+            "use --shard none"
+        )
+    if is_sharded(config, world) and config.hardware.find_unused_parameters:
+        raise ValueError(f"give --shard {config.hardware.shard} or --find_unused_parameters, not both")
 
 
 def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, TrainState, Watch]:
@@ -117,14 +136,16 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     recipe.optim = config.optim
     if request.smoke:
         recipe.smoke()
+    _check_sharding(recipe, config, world)
     data, validation = recipe.dataset("train"), recipe.dataset("val")
     data_watch = DataWatch(world, {"train": samples_of(data), "val": samples_of(validation)}, seed)
     run_dir.notes.extend(data_watch.compare_splits())
     if data is None:
         raise ValueError("the recipe has no training set: dataset('train') returned None")
     resumed_global_batch = saved.state["global_batch"] if saved else run_dir.global_batch
-    size = dataset_size(data)
-    batching = Batching.plan(config.data, size, world.size, resumed_global_batch, request.smoke)
+    size = size_of(data)
+    in_a_row = recipe.steps_per_batch if isinstance(recipe, Alternates) else 1
+    batching = Batching.plan(config.data, size, world.size, resumed_global_batch, request.smoke, in_a_row)
     recipe.n_steps, recipe.step = batching.n_steps, torch.zeros((), dtype=torch.int64, device=world.device)
     before = saved.state.get("exact") if saved else None
     if config.hardware.exact:
@@ -152,9 +173,9 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     if setup.sharded:
         update.shard(setup.fully or Shares(model, world))
     emas = [Ema(model, decay, update.sharding) for decay in config.optim.ema_decay]
-    progress, ledger = Progress.start(config.run.best_mode), Ledger(size)
+    progress, ledger = Progress.start(config.run.best_mode), Ledger(size or 0)
     every = config.hardware.history_every if exactness else 0
-    history = History(world, run_dir.path, model, every, batching.global_batch) if every else None
+    history = History(world, run_dir.path, model, every, batching) if every else None
     state = TrainState(model, update, emas, ledger, progress, exactness, history)
     if setup.in_tiles:
         sum_exactly(setup, state)
@@ -216,7 +237,7 @@ def sum_exactly(setup: Setup, state: TrainState) -> None:
     state.sums = ExactSums((p for p in state.model.parameters() if p.requires_grad), setup.world)
 
 
-def _check_same_run(saved: Checkpoint, seed: int, dataset: int) -> None:
+def _check_same_run(saved: Checkpoint, seed: int, dataset: int | None) -> None:
     for name, value in (("seed", seed), ("dataset", dataset)):
         if saved.state[name] != value:
             raise ValueError(
@@ -251,11 +272,18 @@ def _update(setup: Setup, model: nn.Module) -> optim.Update:
     settings = setup.config.optim
     if settings.schedule == "plateau" and (setup.validation is None or not setup.every("eval")):
         raise ValueError("--schedule plateau follows the evaluations: it needs --eval_every and a validation set")
-    own = optim.check_optimizer(setup.recipe.optimizer(model))
-    optimizer = own or optim.build(settings, model.parameters())
+    optimizers, own = _optimizers(setup.recipe, settings, model)
     ratio = optim.scaled_lr(settings, setup.batching.global_batch) / settings.lr if settings.lr else 1.0
     lr_factor = setup.recipe.lr_factor if isinstance(setup.recipe, Schedules) else None
     schedule = optim.Schedule(settings, setup.batching, lr_factor)
-    update = optim.Update(optimizer, schedule, ratio, settings.clip_grad, setup.precision.scaler, setup.world.device)
-    update.own_optimizer = own is not None
+    update = optim.Update(optimizers, schedule, ratio, settings.clip_grad, setup.precision.scaler, setup.world.device)
+    update.own_optimizer = own
     return update
+
+
+def _optimizers(recipe: Recipe, settings: Optim, model: nn.Module) -> tuple[Mapping[str, torch.optim.Optimizer], bool]:
+    """Return the optimizers by name, and whether the recipe has built them itself."""
+    if isinstance(recipe, Alternates):
+        return check_optimizers(recipe, recipe.optimizers(model), model), True
+    own = optim.check_optimizer(recipe.optimizer(model))
+    return {"": own or optim.build(settings, model.parameters())}, own is not None

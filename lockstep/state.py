@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from .batching import Position
 from .checkpoint import Checkpoint, Tensors, export
 from .exact import Exactness, ExactSums
 from .optim import Ema, OptimizerState, Update
@@ -33,6 +34,8 @@ class Progress:
     """Evaluations in a row without improvement."""
     new_best: bool = False
     """Whether the last evaluation was the best, and is not saved yet."""
+    next_item: Position | None = None
+    """Of an iterable data set: where the next step begins."""
 
     @classmethod
     def start(cls, mode: Literal["min", "max"]) -> "Progress":
@@ -47,10 +50,18 @@ class Progress:
             self.bad_evaluations += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "best": self.best, "bad_evaluations": self.bad_evaluations}
+        numbers = {"step": self.step, "best": self.best, "bad_evaluations": self.bad_evaluations}
+        return numbers | ({"next_item": list(self.next_item)} if self.next_item else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.best, self.bad_evaluations = state["step"], state["best"], state["bad_evaluations"]
+        if "next_item" in state:
+            self.next_item = Position(*state["next_item"])
+
+    def facts(self) -> dict[str, str]:
+        """Return what must be the same on all ranks, in words, beside the step."""
+        name = "the hash of the last item read, which must be the same on all ranks,"
+        return {name: self.next_item.before} if self.next_item else {}
 
 
 class TrainState:
@@ -70,11 +81,13 @@ class TrainState:
         self.exactness, self.history = exactness, history
         self._sums: ExactSums | None = None
         sharding = update.sharding
+        parameters = sharding.parameters(model) if sharding else dict(model.named_parameters())
         self._tensors: dict[str, Stateful] = {
             "model": sharding.model_state(model) if sharding else model,
-            "optimizer": OptimizerState(
-                update.optimizer, sharding.parameters(model) if sharding else dict(model.named_parameters())
-            ),
+            **{
+                f"optimizer-{name}" if name else "optimizer": OptimizerState(one, parameters)
+                for name, one in update.optimizers.items()
+            },
             **{f"ema-{ema.decay}": ema for ema in emas},
         }
         """By file of the checkpoint."""
@@ -121,7 +134,7 @@ class TrainState:
         """Return tensors and numbers of a checkpoint; of a sharded run, whole on rank 0. Every rank calls this."""
         tensors = {name: self._whole(part.state_dict()) for name, part in self._tensors.items()}
         numbers = {name: dict(part.state_dict()) for name, part in self._numbers.items()}
-        return tensors, {"optimizer": type(self.update.optimizer).__name__, **numbers}
+        return tensors, {"optimizer": self.update.kinds(), **numbers}
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a part; of a sharded run those of all ranks, on rank 0."""
@@ -129,7 +142,7 @@ class TrainState:
 
     def restore(self, saved: Checkpoint) -> None:
         """Continue where the checkpoint was made, on any number of ranks."""
-        source, optimizer = str(saved.path), type(self.update.optimizer).__name__
+        source, optimizer = str(saved.path), self.update.kinds()
         if saved.state["optimizer"] != optimizer:
             raise ValueError(f"{source} was made with {saved.state['optimizer']}; give the --optimizer of its run")
         for ema in self.emas:

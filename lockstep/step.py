@@ -5,7 +5,7 @@ device. A step counts (in averages, logged values and the ledger) once that is k
 """
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from . import loader
-from .batching import MicroBatch
+from .batching import MicroBatch, Position
 from .exact import Numbered
 from .hashing import GOLDEN_GAMMA
 from .loss import ExactLossSums, Finished, LossSums, Objective, sums_and_weights
 from .outcome import OutOfMemory
-from .parallel import Replica, Tiles, Wire
-from .recipe import AfterStep
+from .parallel import Replica, Tiles, Wire, explain
+from .recipe import AfterStep, Alternates
 from .setup import Setup, sum_exactly
 from .state import TrainState
 from .stream import Slice, Stream
+from .turns import Turns
 from .watch import Watch
+from .watch.data import digest
 from .watch.draws import recording_draws
 from .watch.history import StepNumbers
 from .watch.spot import Schedule, SpotChecks
@@ -47,9 +49,14 @@ class TrainStep:
         self.setup, self.state, self.watch, self.times, self.say = setup, state, watch, times, say
         self.world, self.precision, self.seed = setup.world, setup.precision, setup.config.data.seed
         batching = setup.batching
-        costs = setup.recipe.sample_costs(setup.data)
-        self.stream = Stream(batching.dataset, batching.global_batch, self.seed, costs)
-        self.normalizer = setup.normalizer()
+        self.stream: Stream | None = None
+        """None where the data set is iterable: it is read in its own order."""
+        if batching.dataset is not None and not loader.is_iterable(setup.data):
+            costs, in_a_row = setup.recipe.sample_costs(setup.data), batching.steps_per_batch
+            self.stream = Stream(batching.dataset, batching.global_batch, self.seed, costs, in_a_row)
+        self.turns = Turns(setup.recipe, state.model, state.update) if isinstance(setup.recipe, Alternates) else None
+        self.normalizers = {name: setup.normalizer() for name in state.update.optimizers}
+        self.normalizer = next(iter(self.normalizers.values()))
         self.loss_sums = ExactLossSums() if setup.config.hardware.exact else LossSums()
         self.samples_used: list[Slice] = []
         """Since the last check of the ledger."""
@@ -69,25 +76,44 @@ class TrainStep:
     def build(self) -> None:
         """Build what depends on the size of the micro-batch."""
         setup = self.setup
+        if self.turns is not None:
+            self.turns.end()
         if setup.in_tiles and self.state.sums is None:  # also when memory does not suffice for a run's only tile
             sum_exactly(setup, self.state)
-        sums, self.normalizer.tiles = self.state.sums, setup.batching.tiles
+        sums = self.state.sums
+        for normalizer in self.normalizers.values():
+            normalizer.tiles = setup.batching.tiles
         fully = setup.fully
         objective = fully.objective if fully else Objective(setup.recipe.loss, self.state.model, self.seed)
         self.tiles = Tiles(self.state.model, sums, setup.batching.tiles or 1, self.world) if sums else None
         hardware = setup.config.hardware
         wire = Wire(hardware.bucket_mb, torch.bfloat16 if hardware.grad_compression == "bf16" else None)
-        self.replica = Replica(objective, self.world, not setup.compiled, self.tiles, fully, wire)
+        self.replica = Replica(
+            objective, self.world, not setup.compiled, self.tiles, fully, wire, setup.same_parameters
+        )
         self.replica.buckets.on_ready, self.replica.buckets.on_last = self.times.gradients_ready, self._ask
         if self.world.size > 1:
-            self._warm_up_ddp()
+            self._warm_up()
         if setup.compiled:
             self.replica.compile(exact=setup.config.hardware.exact)
         self.spot = self._spot_checks()
         repeats = self.spot.repeats if self.spot else lambda _: ()
-        requests = loader.requests(self.stream, self.world, setup.batching, self.state.progress.step, repeats)
-        fetch, workers = loader.Fetch.of(setup.recipe, setup.data, self.seed), setup.config.data.num_workers
+        workers, step = setup.config.data.num_workers, self.state.progress.step
+        if self.stream is None:
+            self.loader = loader.Loader(self._reader(repeats), self.world, workers, self.precision.dtype)
+            return
+        requests = loader.requests(self.stream, self.world, setup.batching, step, repeats)
+        fetch = loader.Fetch.of(setup.recipe, setup.data, self.seed)
         self.loader = loader.Loader(fetch, self.world, workers, self.precision.dtype, requests)
+
+    def _reader(self, repeats: Callable[[int], Sequence[int]] = lambda _: ()) -> loader.Reader:
+        """Return what reads the iterable data set from the next step on."""
+        setup, progress = self.setup, self.state.progress
+        preparation = loader.Preparation.of(setup.recipe, self.seed)
+        first = progress.next_item or Position()
+        return loader.Reader(
+            setup.data, preparation, setup.batching, self.world.rank, first, digest, progress.step, repeats
+        )
 
     def _spot_checks(self) -> SpotChecks | None:
         sums, every = self.state.sums, self.setup.spot_check_every
@@ -98,24 +124,35 @@ class TrainStep:
         own = [names[parameter] for parameter in sums.parameters]
         return SpotChecks(schedule, self.world, sums, self.watch, own, self._fetch_tile, self.say)
 
-    def _warm_up_ddp(self) -> None:
-        samples = self.stream.batch(self.state.progress.step, self.world.rank, self.world.size)
-        samples = Slice(samples.epoch[:2], samples.index[:2])
-        micro = self._fetch(samples, 0)
-        _, per_sample = self.normalizer.count_terms([micro])
+    def _warm_up(self) -> None:
+        micro = self._two_samples()
         with recording_draws() as draws:
-            self.replica.warm_up(micro, per_sample, self.precision.autocast)
+            for _ in self.turns.each() if self.turns is not None else ("",):
+                _, per_sample = self.normalizer.count_terms([micro])
+                self.replica.warm_up(micro, per_sample, self.precision.autocast)
         self.unkeyed_draws = draws.notes(self.setup.config.hardware.exact)
         self._discard_gradients()
+
+    def _two_samples(self) -> MicroBatch:
+        if self.stream is None:
+            return self._to_device(self._reader().collated(range(2), 0))
+        samples = self.stream.batch(self.state.progress.step, self.world.rank, self.world.size)
+        return self._fetch(Slice(samples.epoch[:2], samples.index[:2]), 0)
 
     def _fetch(self, samples: Slice, number: int) -> MicroBatch:
         """Return samples as a micro-batch, without the loader."""
         (micro,) = loader.Fetch.of(self.setup.recipe, self.setup.data, self.seed).__getitems__((samples, number, True))
+        return self._to_device(micro)
+
+    def _to_device(self, micro: MicroBatch) -> MicroBatch:
         if micro.error:
             raise ValueError(micro.error)
         return loader.to_device(micro, self.world.device, self.precision.dtype)
 
     def _fetch_tile(self, step: int, number: int) -> MicroBatch:
+        """Return any tile of the next step, which is `step`."""
+        if self.stream is None:
+            return self._to_device(self._reader().collated(self.setup.batching.span(number), number))
         return self._fetch(self.stream.batch(step, number, self.setup.batching.tiles or 1), number)
 
     def run(self, stop_request: int = 0) -> int:
@@ -142,7 +179,8 @@ class TrainStep:
             self.after_step(self.state.model)
         for ema in self.state.emas:
             ema.update(step)
-        self.samples_used += [micro.samples for micro in finished]
+        self.samples_used += [micro.samples for micro in finished if micro.uses_up]
+        self.state.progress.next_item = finished[-1].next_item
         self.loss_sums.add(finished)
         return agreed
 
@@ -168,8 +206,11 @@ class TrainStep:
 
         `repeated`: they are tiles that have been counted already; their gradients stay in the parameters.
         """
-        finished, self.replica.buckets.issued = list[Finished](), 0
+        finished, self.replica.buckets.issued, turn = list[Finished](), 0, ""
         self.setup.recipe.step.fill_(step)
+        if self.turns is not None:
+            turn = self.start_turn(step)
+        uses_up = (step + 1) % self.setup.batching.steps_per_batch == 0
         tiles = None if repeated else self.tiles
         if tiles is not None:
             tiles.start_step()
@@ -192,10 +233,10 @@ class TrainStep:
                         )
                     scale = self.precision.scaler.scale if self.precision.scaler else 1.0
                     loss = self.normalizer.scale(total, weight, micro.number, len(micro.indices), scale)
-                    loss.backward()
+                    self.replica.backward(loss)
                 if tiles is not None:
                     tiles.finish_tile(micro.number, last=micro.last and sync)
-                finished.append(Finished(micro.samples, total.detach(), weight, logs))
+                finished.append(Finished(micro.samples, total.detach(), weight, logs, turn, uses_up, micro.next_item))
         except torch.OutOfMemoryError:
             if self.setup.sync_bn:
                 raise  # other ranks wait in the middle of a forward pass: no agreement is possible there
@@ -205,9 +246,26 @@ class TrainStep:
                     "--batch_size or --activation_checkpointing blocks (--shard full cannot change that in a run)"
                 ) from None
             if sync:
-                self.replica.buckets.release()
+                self.replica.release()
             return None
+        except RuntimeError as error:
+            if (meaning := explain(error, "give --find_unused_parameters")) is None:
+                raise
+            raise meaning from None
         return finished
+
+    def start_turn(self, step: int) -> str:
+        """Let the optimizer of a step have its turn, where several take turns; return its name."""
+        if self.turns is None:
+            return ""
+        turn = self.turns.start(step)
+        self.normalizer = self.normalizers[turn]
+        return turn
+
+    def samples_of(self, step: int) -> Slice | None:
+        """Return this rank's samples of a step, whose optimizer then has its turn; None if they are read in order."""
+        self.start_turn(step)
+        return None if self.stream is None else self.stream.batch(step, self.world.rank, self.world.size)
 
     def _run_exactly(self, step: int, batches: list[MicroBatch], stop_request: int, tiles: Tiles) -> int:
         """Do the same in an exact run. It keeps the batches: the step may have to be done again."""
@@ -291,7 +349,8 @@ class TrainStep:
             self.after_step(self.state.model)
         for ema in self.state.emas:
             ema.update(step)
-        self.samples_used += [micro.samples for micro in finished]
+        self.samples_used += [micro.samples for micro in finished if micro.uses_up]
+        self.state.progress.next_item = finished[-1].next_item
         self.loss_sums.add(finished)
         return again
 
@@ -302,8 +361,8 @@ class TrainStep:
             return
         history.redone_steps += again
         if history.is_due(step + 1):
-            lr, tiles = update.optimizer.param_groups[0]["lr"], self.setup.batching.tiles or 1
-            history.add(step + 1, StepNumbers(lr, tiles, sums_and_weights(finished), update.bad_steps))
+            tiles = self.setup.batching.tiles or 1
+            history.add(step + 1, StepNumbers(update.lr, tiles, sums_and_weights(finished), update.bad_steps))
 
     def _redo_with_smaller_micro_batches(self, stop_request: int) -> int:
         """Halve the micro-batch on all ranks, because one was out of memory; the global batch stays."""
@@ -319,6 +378,7 @@ class TrainStep:
         if self.state.exactness is not None:
             self.state.exactness.cut_tiles(new.tiles or 1, step)
         self._discard_gradients()
+        self.replica.close()
         del self.replica, self.loader
         gc.collect()
         if self.world.device.type == "cuda":
@@ -333,4 +393,7 @@ class TrainStep:
 
     def close(self) -> None:
         """Free the wrapped model and the loader's processes."""
+        self.replica.close()
+        if self.turns is not None:
+            self.turns.end()
         del self.replica, self.loader

@@ -92,8 +92,15 @@ class Slice:
 class Stream:
     """The endless sequence of sample indices, cut into global batches."""
 
-    def __init__(self, size: int, global_batch: int, seed: int, costs: Sequence[float] | None = None):
-        self.size = size
+    def __init__(
+        self,
+        size: int,
+        global_batch: int,
+        seed: int,
+        costs: Sequence[float] | None = None,
+        steps_per_batch: int = 1,
+    ):
+        self.size, self.steps_per_batch = size, steps_per_batch
         self.global_batch = global_batch
         self.seed = seed
         self.costs = None if costs is None else np.asarray(costs, dtype=np.float64)
@@ -117,7 +124,7 @@ class Stream:
         With costs, samples are dealt out in the order of their cost, forwards and backwards in turn, so that all ranks
         take about as long. Which rank has a sample makes no difference to the sum over all.
         """
-        start, size = step * self.global_batch, self.global_batch
+        start, size = step // self.steps_per_batch * self.global_batch, self.global_batch
         if self.costs is not None:
             whole = self.positions(start, start + size)
             order = np.argsort(-self.costs[whole.index], kind="stable")

@@ -186,17 +186,14 @@ class Trainer:
         values = self.step.loss_sums.means(self.world)
         self.world.activity.device_steps.clear()
         now, step, batching = time.perf_counter(), self.progress.step, self.setup.batching
-        lr = self.update.optimizer.param_groups[0]["lr"]
         scale = self.precision.scaler.scale.item() if self.precision.scaler else None
         times = self.times.collect()
-        self.check_ranks(
-            times=times, lr=lr, scale=scale, weight_per_sample=f"{self.step.normalizer.weight_per_sample or 0:.9g}"
-        )
+        weight = f"{self.step.normalizer.weight_per_sample or 0:.9g}"
+        self.check_ranks(times=times, lr=self.update.lr, scale=scale, weight_per_sample=weight)
         values |= {
-            "lr": lr,
-            "grad_norm": float(self.update.norm),
-            "epoch": step / batching.steps_per_epoch,
-            "samples_per_second": (step - self._logged_step) * batching.global_batch / (now - self._logged_at),
+            **self.update.values(),
+            **batching.epochs(step),
+            "samples_per_second": batching.samples(step - self._logged_step) / (now - self._logged_at),
             "skipped_steps": int(self.update.bad_steps),
             "epochs_proven": self.watch.ledger.complete,
             "watch_seconds": self.watch.seconds,
@@ -221,14 +218,12 @@ class Trainer:
                 self.say(failure)
 
     def _check_bad_steps(self) -> None:
-        stream, world = self.step.stream, self.world
-        samples_of = partial(stream.batch, rank=world.rank, world=world.size)
-        self.bad_steps.check(self.progress.step, self.setup.batching.n_steps, samples_of, self.say)
+        self.bad_steps.check(self.progress.step, self.setup.batching.n_steps, self.step.samples_of, self.say)
 
     def check_ranks(self, everything: bool = False, times: Times | None = None, **facts: float | str | None) -> None:
         """Raise OutOfLockstep unless the ranks agree in all tensors, in the samples used and in `facts`."""
         used, self.step.samples_used = self.step.samples_used, []
-        for note in self.watch.check(self.progress.step, used, everything, times, **facts):
+        for note in self.watch.check(self.progress.step, used, everything, times, **self.progress.facts(), **facts):
             self.say(note)
 
     @contextmanager

@@ -256,7 +256,7 @@ def _worker(folder: Path) -> int:
             trainer.progress.step += 1
             trainer.step.confirm()
             trace.logged.append(trainer.step.loss_sums.means(world))
-            trace.losses.append(trace.logged[-1]["loss"])
+            trace.losses.append(next(iter(trace.logged[-1].values())))
             used = [pair for part in trainer.step.samples_used for pair in zip(part.epoch, part.index, strict=True)]
             trainer.check_ranks()
             ranks = world.gather(([(int(e), int(i)) for e, i in used], recorder.collect()))

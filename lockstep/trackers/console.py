@@ -113,14 +113,15 @@ class Console(Tracker):
 
 def _numbers(values: Mapping[str, float]) -> list[str]:
     """Return what the console shows: the loss, a recipe's own values, and the engine's that matter to everyone."""
-    own = [name for name in values if name not in (*ENGINE_VALUES, "loss") and not name.startswith("val/")]
+    others = (*ENGINE_VALUES, "loss")
+    own = [n for n in values if n not in others and not n.startswith("val/") and not n.endswith("_grad_norm")]
     names = ["loss", *own, "lr", "samples_per_second", *(name for name in values if name.startswith("val/"))]
     return [_text(name, values[name]) for name in names if name in values]
 
 
 def _text(name: str, value: float) -> str:
-    if name == "lr":
-        return f"lr {value:.1e}"
+    if name == "lr" or name.endswith("_lr"):
+        return f"{name} {value:.1e}"
     if name == "samples_per_second":
         return f"{value:.0f} samples/s" if value >= 10 else f"{value:.2g} samples/s"
     return f"{name} {value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{name} {value:.3e}"

@@ -51,14 +51,15 @@ class Watch:
 
         Tensors that differ are healed, or only reported, where `on_corruption` says so. Now and then a sample's content
         is compared too; what is noticed without being an error is returned.
-        `used`: the samples that went through this rank's model since the last check. `everything`: compare averages and
-        optimizer state too, which takes several times as long. `times`: of this rank since the last check.
+        `used`: the samples that went through this rank's model since the last check; not counted where the size of an
+        epoch is not known. `everything`: compare averages and optimizer state too, which takes several times as long.
+        `times`: of this rank since the last check.
         """
         started = time.perf_counter()
         own = {
             "tensors": checksums(self.replicated(everything)),
             "facts": {"step": step, **facts},
-            "used": tally_epochs(used),
+            "used": tally_epochs(used) if self.ledger.size else {},
             "times": times or Times(),
         }
         ranks = self.world.gather(own)

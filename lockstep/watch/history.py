@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..batching import Batching
 from ..distributed import World
 from ..files import StepLines, flush
 from .drift import PendingChecksums, checksums, start_checksums
@@ -61,9 +62,9 @@ class Digested:
 class History:
     """Collects the digests of steps, and writes them out. Every rank calls it, rank 0 has the digests and the file."""
 
-    def __init__(self, world: World, folder: Path, model: nn.Module, every: int, global_batch: int):
+    def __init__(self, world: World, folder: Path, model: nn.Module, every: int, batching: Batching):
         self.world, self.path, self.model = world, folder / FILE, model
-        self.every, self.global_batch = every, global_batch
+        self.every, self.batching = every, batching
         self.step, self.chain = 0, FIRST_CHAIN
         """Of the last line."""
         self.redone_steps = 0
@@ -114,7 +115,7 @@ class History:
             gradient, weights = one.gradient.read(), one.weights.read()
             line = {
                 "step": one.step,
-                "samples": [(one.step - 1) * self.global_batch, one.step * self.global_batch],
+                "samples": self.batching.positions(one.step - 1),
                 "tiles": one.numbers.tiles,
                 "lr": one.numbers.lr,
                 "loss": _mean([pair for rank in ranks for pair in rank[number]]),

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lockstep import OutOfLockstep, Run
 from lockstep.audit.launcher import free_port
 from lockstep.distributed import World
-from lockstep.parallel import Bucket
+from lockstep.gradient_sums import Bucket
 from multi.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -107,9 +107,9 @@ def sent(world: World, reentrant: bool) -> tuple[list[bool], list[Tensor]]:
     early, send = list[bool](), Bucket.send
     run = Run(world, model=model)
 
-    def recorded(bucket: Bucket) -> None:
+    def recorded(bucket: Bucket, integers: bool = False) -> None:
         early.append(run.gradients.sums._running)
-        send(bucket)
+        send(bucket, integers)
 
     Bucket.send = recorded  # type: ignore[method-assign]
     try:
