@@ -40,6 +40,23 @@ class UseFlags:
 
 
 @dataclass
+class ExportFlags:
+    """In which form, and which weights."""
+
+    to: Literal["hf", "safetensors", "dcp"]
+    """hf: a folder for `from_pretrained`; safetensors: one file; dcp: a folder of torch.distributed.checkpoint."""
+    ema: bool = False
+    """Averaged weights; of several averages the first."""
+    checkpoint: str = "last"
+    """`last`, `best`, or the name of a folder in checkpoints/."""
+    out: str | None = None
+    """The folder to write to; by default RUN/export/FORM."""
+    recipe: str | None = None
+    """For hf: name or FILE.py:Class of the recipe. Needed for a run from elsewhere with a recipe of its own: the file
+    is executed."""
+
+
+@dataclass
 class Verify:
     """What to compare; further flags are those of `lockstep train`."""
 

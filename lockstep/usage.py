@@ -43,6 +43,9 @@ COMMANDS = {
     ),
     "test": Command("RUN [flags]", "metrics on the test set", ".options:UseFlags"),
     "predict": Command("RUN PATH [flags]", "predict for a file or a folder", ".options:UseFlags"),
+    "export": Command(
+        "RUN --to hf|safetensors|dcp [--ema]", "the weights of a run for other programs", ".options:ExportFlags"
+    ),
     "data": Command(
         "RECIPE FOLDER",
         "write a recipe's embedded data in the file formats of its field",

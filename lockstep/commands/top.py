@@ -79,7 +79,11 @@ class View:
             step = int(values.pop("step"))
             share = f" ({step / total:.0%})" if total else ""
             lines.append(f"step {step:,}{f' of {total:,}' if total else ''}{share}  {left(self.folder, step, total)}")
-        shown = ["loss", "lr", "grad_norm", "samples_per_second", *(name for name in values if name.startswith("val/"))]
+        turns = [
+            name for name in values if name.endswith(("_loss", "_lr", "_grad_norm")) and not name.startswith("val/")
+        ]
+        shown = ["loss", *turns, "lr", "grad_norm", "samples_per_second"]
+        shown += [name for name in values if name.startswith("val/")]
         lines.append("  ".join(f"{name} {values[name]:.5g}" for name in shown if name in values))
         return Text(printable("\n".join(line for line in lines if line)))
 

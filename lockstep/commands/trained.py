@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from .. import checkpoint, distributed, flags, launch, precision, registry, rundir, trust
 from ..distributed import World
 from ..evaluate import Evaluator, samples_of
@@ -95,10 +97,21 @@ def recorded_recipe(folder: Path, remedy: str = "--recipe {}") -> str:
     return spec
 
 
-def open_run(path: Path, use: UseFlags, world: World, autocast: AbstractContextManager[Any]) -> TrainedRun:
-    """Return a run, or one of its checkpoints, with its model; rank 0 chooses the checkpoint for all."""
-    found, folder = checkpoint.resolve(path), rundir.run_folder(path)
-    chosen: Path = world.on_main(lambda: _choose(found, use.checkpoint))
+@dataclass
+class LoadedRun:
+    """A checkpoint of a run, and a model with its weights."""
+
+    recipe: Recipe
+    model: nn.Module
+    saved: checkpoint.Checkpoint
+    weights: str
+    """Whether they are `plain` or averaged (`ema`)."""
+
+
+def load_run(path: Path, use: UseFlags, world: World) -> LoadedRun:
+    """Return a run, or one of its checkpoints, on the CPU; rank 0 chooses the checkpoint for all."""
+    found = checkpoint.resolve(path)
+    chosen: Path = world.on_main(lambda: choose_checkpoint(found, use.checkpoint))
     saved = checkpoint.load(chosen)
     averages = [name for name in saved.tensors if name.startswith("ema-")]
     recipe, decays = _load_request(path, use.recipe)
@@ -107,11 +120,18 @@ def open_run(path: Path, use: UseFlags, world: World, autocast: AbstractContextM
     name = f"ema-{decays[0]}" if averages and use.weights != "plain" else "model"
     model = recipe.model()
     checkpoint.restore_model(model, saved.tensors[name], str(chosen))
-    evaluator = Evaluator(recipe, model.to(world.device), world, autocast, use.seed)
-    return TrainedRun(folder, recipe, evaluator, saved.step, "plain" if name == "model" else "ema")
+    return LoadedRun(recipe, model, saved, "plain" if name == "model" else "ema")
 
 
-def _choose(found: Path, which: str) -> Path:
+def open_run(path: Path, use: UseFlags, world: World, autocast: AbstractContextManager[Any]) -> TrainedRun:
+    """Return a run, or one of its checkpoints, with its model on this rank's device."""
+    loaded, folder = load_run(path, use, world), rundir.run_folder(path)
+    evaluator = Evaluator(loaded.recipe, loaded.model.to(world.device), world, autocast, use.seed)
+    return TrainedRun(folder, loaded.recipe, evaluator, loaded.saved.step, loaded.weights)
+
+
+def choose_checkpoint(found: Path, which: str) -> Path:
+    """Return one of the checkpoints of a folder: the last good one, or that of a name."""
     if checkpoint.is_checkpoint(found):
         return found
     if which != "last":
