@@ -167,6 +167,8 @@ class Known:
 
     flags: dict[str, bool]
     """By name, whether it is a boolean."""
+    texts: frozenset[str]
+    """Flags whose value is a text, which may be empty."""
     aliases: Mapping[str, str]
     removed: frozenset[str]
     """Options of older versions; the config.yaml of an old run may hold them."""
@@ -174,8 +176,10 @@ class Known:
     @classmethod
     def of(cls, recipe: type[Recipe], target: type) -> "Known":
         groups = [get_args(f.type)[0] for f in dataclasses.fields(target)]
-        flags = {f.name: f.type is bool for group in groups for f in dataclasses.fields(group)}
-        return cls(flags, {**ALIASES, **recipe.aliases}, recipe.removed_options)
+        types = {f.name: f.type for group in groups for f in dataclasses.fields(group)}
+        flags = {name: kind is bool for name, kind in types.items()}
+        texts = frozenset(name for name, kind in types.items() if kind is str)
+        return cls(flags, texts, {**ALIASES, **recipe.aliases}, recipe.removed_options)
 
     def canonical(self, name: str) -> str:
         name = name.replace("-", "_")
@@ -230,7 +234,8 @@ def _from_mapping(mapping: Mapping[str, Any], known: Known, source: str) -> list
         elif isinstance(value, list | tuple):
             flags.append((name, [f"--{name}", *map(str, value)]))
         else:
-            flags.append((name, [f"--{name}", "None" if value in (None, "null", "~", "") else str(value)]))
+            nothing = value in (None, "null", "~") or (value == "" and name not in known.texts)
+            flags.append((name, [f"--{name}", "None" if nothing else str(value)]))
     return flags
 
 

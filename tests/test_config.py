@@ -1,5 +1,6 @@
 """Flags, files and presets are one thing; what is wrong in them is said."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,17 @@ def test_presets_and_defaults_of_all_recipes_parse() -> None:
         for preset in recipe.presets:
             parse(recipe, ["--preset", preset], "test")
         assert yaml.safe_dump(dict(recipe.defaults))
+
+
+def test_an_empty_text_is_not_nothing(tmp_path: Path) -> None:
+    """As in the config.yaml of a run whose recipe has an option that is empty by default."""
+
+    @dataclasses.dataclass
+    class Options(tiny.Options):
+        prefix: str = ""
+        folder: str | None = "here"
+
+    recipe = type("Prefixed", (tiny.Tiny,), {"Options": Options})
+    path = file(tmp_path, "prefix: ''\nfolder:\nout:\n")
+    found = parse(recipe, ["--config", path], "lockstep train tiny")
+    assert (found.options.prefix, found.options.folder, found.train.run.out) == ("", None, None)
