@@ -116,6 +116,22 @@ def is_sharded(config: TrainConfig, world: World) -> str | None:
     return config.hardware.shard if config.hardware.shard != "none" and world.size > 1 else None
 
 
+def _plan(
+    request: Request, recipe: Recipe, size: int | None, world: World, run_dir: RunDir, saved: Checkpoint | None
+) -> Batching:
+    """Return how the data are cut, with the global batch and the tiles of the run that is resumed."""
+    config, resumed_global_batch = request.train, saved.state["global_batch"] if saved else run_dir.global_batch
+    in_a_row = recipe.steps_per_batch if isinstance(recipe, Alternates) else 1
+    batching = Batching.plan(config.data, size, world.size, resumed_global_batch, request.smoke, in_a_row)
+    before = saved.state.get("exact") if saved else None
+    if config.hardware.exact:
+        tiles = -(-batching.global_batch // config.data.batch_size)
+        return batching.in_tiles(before["tiles"] if before else run_dir.tiles or tiles)
+    if before:
+        run_dir.notes.append("the run was exact up to its last checkpoint, and no longer is: give --exact")
+    return batching
+
+
 def _check_sharding(recipe: Recipe, config: TrainConfig, world: World) -> None:
     if is_sharded(config, world) and isinstance(recipe, Alternates):
         raise ValueError(
@@ -142,17 +158,9 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     run_dir.notes.extend(data_watch.compare_splits())
     if data is None:
         raise ValueError("the recipe has no training set: dataset('train') returned None")
-    resumed_global_batch = saved.state["global_batch"] if saved else run_dir.global_batch
     size = size_of(data)
-    in_a_row = recipe.steps_per_batch if isinstance(recipe, Alternates) else 1
-    batching = Batching.plan(config.data, size, world.size, resumed_global_batch, request.smoke, in_a_row)
+    batching = _plan(request, recipe, size, world, run_dir, saved)
     recipe.n_steps, recipe.step = batching.n_steps, torch.zeros((), dtype=torch.int64, device=world.device)
-    before = saved.state.get("exact") if saved else None
-    if config.hardware.exact:
-        tiles = -(-batching.global_batch // config.data.batch_size)
-        batching = batching.in_tiles(before["tiles"] if before else run_dir.tiles or tiles)
-    elif before:
-        run_dir.notes.append("the run was exact up to its last checkpoint, and no longer is: give --exact")
 
     torch.manual_seed(seed)
     model, source = _make_model(recipe, config, world, chosen, run_dir, saved is None)

@@ -180,6 +180,18 @@ def test_without_the_flag_the_error_names_it(ranks, tmp_path: Path) -> None:
         assert "only in some steps" in message and "give --find_unused_parameters" in message
 
 
+def not_sharded(world: World, kind: str, flags: list[str]) -> str:
+    with pytest.raises(ValueError, match="--shard") as caught:
+        made(kind, flags, world)
+    return str(caught.value)
+
+
+def test_state_is_not_sharded_over_ranks(ranks, tmp_path: Path) -> None:
+    flags = ["--shard", "optimizer", "--find_unused_parameters", "--out", str(tmp_path)]
+    assert "several take turns: use --shard none" in ranks(2)(not_sharded, "Gan", flags)[0]
+    assert "--find_unused_parameters, not both" in ranks(2)(not_sharded, "Branches", flags)[0]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
