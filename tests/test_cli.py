@@ -111,7 +111,7 @@ def test_bash_completes_commands_recipes_flags_and_values(tmp_path: Path, capsys
         command = ["bash", "-c", COMPLETE, "bash", *words]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout.strip()
 
-    assert completed("t") == "test train"
+    assert completed("t") == "test top train"
     assert completed("train", "d") == "dit"
     assert completed("train", "dit", "--sched") == "--schedule"
     assert completed("train", "dit", "--schedule", "c") == "constant cosine"

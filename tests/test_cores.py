@@ -2,6 +2,7 @@
 
 import io
 import os
+from functools import partial
 
 import pytest
 
@@ -37,7 +38,8 @@ def test_on_a_terminal_the_user_is_asked(monkeypatch: pytest.MonkeyPatch, answer
     if starts:
         check_cores(100)
         return
-    for start in (lambda: launch.start(100, ["nothing"]), lambda: command.examine([__file__], command.Audit(100))):
+    audit = partial(command.examine, [__file__], command.Audit(100), [])
+    for start in (partial(launch.start, 100, ["nothing"]), audit):
         monkeypatch.setattr("sys.stdin", Terminal(answer))
         with pytest.raises(ValueError, match="nothing was started; use --nproc 2 or fewer"):
             start()

@@ -89,7 +89,8 @@ def test_terminal_json_and_page_have_the_same_sentence(trace: Trace, findings: l
     verdict = Verdict(["train.py"], trace, findings, [])
     console = Console(file=StringIO(), width=200)
     show(verdict, console)
-    assert console.file.getvalue().splitlines()[-1] == sentence  # type: ignore[attr-defined]
+    end = [sentence, verdict.consequence] if findings else [sentence]
+    assert console.file.getvalue().splitlines()[-len(end) :] == end  # type: ignore[attr-defined]
     assert json.loads(as_json(verdict))["verdict"] == sentence
     assert f"<h1>{sentence}</h1>" in as_html(verdict)
 
