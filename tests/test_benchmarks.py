@@ -66,6 +66,16 @@ def test_companion_prints_what_a_script_pays() -> None:
     assert re.fullmatch(r"a comparison every 50 steps: [\d.]+ % \(claimed: below 0.5 %\)", comparison)
 
 
+@pytest.mark.slow
+def test_growth_prints_every_curve_and_draws_them(tmp_path: Path) -> None:
+    flags = ["--scale", "0.02", "--worlds", "1,2", "--plot", str(tmp_path / "growth.png")]
+    *rows, last = printed("growth.py", *flags).splitlines()
+    found = json.loads(last)
+    assert len(rows) == len(found) == 6 and (tmp_path / "growth.png").stat().st_size > 10_000
+    assert set(found["agreement beside the gradients, ms, by ranks"]) == {"1", "2"}
+    assert all(value > 0 for value in found["indices of a global batch of 256, ms, by samples"].values())
+
+
 def test_every_benchmark_has_a_test_here() -> None:
     for path in BENCHMARKS.glob("*.py"):
         assert f'printed("{path.name}"' in Path(__file__).read_text(), path.name

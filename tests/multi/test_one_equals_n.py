@@ -111,6 +111,24 @@ def test_shared_batch_norm_equals_one_process(ranks, momentum: float | None) -> 
         assert part[6] == norm.num_batches_tracked
 
 
+def penalised(world: World, sizes: list[int]) -> Tensor:
+    """The gradient of a gradient penalty through a shared BatchNorm, with respect to this rank's samples."""
+    torch.manual_seed(3)
+    x = torch.randn(sum(sizes), 4, dtype=torch.float64)
+    norm = nn.Sequential(nn.BatchNorm1d(4)).double()
+    replace_batch_norm(norm, SyncBatchNorm)
+    start = sum(sizes[: world.rank])
+    mine = (x[start : start + sizes[world.rank]] if world.size > 1 else x).clone().requires_grad_()
+    (slope,) = torch.autograd.grad(norm(mine).pow(3).sum(), mine, create_graph=True)
+    return torch.autograd.grad(slope.square().sum(), mine)[0]
+
+
+def test_a_gradient_penalty_goes_through_shared_batch_norm(ranks) -> None:
+    sizes = [5, 2, 9]
+    parts = ranks(3)(penalised, sizes)
+    torch.testing.assert_close(torch.cat(parts), penalised(World(), sizes), rtol=1e-9, atol=1e-9)
+
+
 def test_shared_batch_norm_alone_is_plain_batch_norm() -> None:
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(3)
