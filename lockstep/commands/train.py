@@ -9,7 +9,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from .. import distributed, flags, launch, registry, rundir, trust
+from .. import cluster, distributed, flags, launch, registry, rundir, trust
 from ..distributed import World
 from ..outcome import Outcome
 from ..recipe import Recipe
@@ -43,6 +43,9 @@ def train_recipe(recipe: type[Recipe], words: list[str], command: list[str] | No
     """Train as `words` say; `command` starts the same as one of several processes; None if nothing can."""
     request = flags.parse(recipe, words, f"lockstep train {recipe.name}", rundir.find_config)
     hardware = request.train.hardware
+    cluster.adopt(os.environ, hardware.nproc)
+    if command is not None and cluster.wants_torchrun(os.environ):
+        cluster.become_torchrun(command)
     nproc = launch.process_count(hardware.nproc, hardware.device)
     if nproc > 1:
         if command is None:
