@@ -68,11 +68,13 @@ def examine(script: list[str], options: Audit, ignores: list[Ignore]) -> Verdict
     spec = _launch_spec(script, options)
     if options.resume or options.resume_args is not None:
         trace, found, notes = resume(spec, options.resume_args, options.patience, options.limit)
+        _check_usage(trace, script)
         return _verdict(script, trace, found, [*notes, *_device_notes(trace, spec)], options, ignores)
     if options.worlds is not None:
         sizes = [int(size) for size in options.worlds.split(",")]
         check_cores(max(sizes))
         trace, found, notes = worlds(spec, sizes, options.batch_arg, options.patience, options.limit)
+        _check_usage(trace, script)
         return _verdict(script, trace, found, [*notes, *_device_notes(trace, spec)], options, ignores)
     trace = run_ranks(spec, options.patience, options.limit)
     _check_usage(trace, script)
