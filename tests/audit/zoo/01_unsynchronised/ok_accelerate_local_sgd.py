@@ -1,6 +1,5 @@
 # finds: nothing
-"""Looks suspicious, is right: Accelerate's LocalSGD averages the weights every four steps, and the gradients
-never."""
+"""Accelerate's LocalSGD averages the weights every four steps, and the gradients never."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,5 @@
 # finds: nothing
-"""Looks suspicious, is right: the averager of torch, with a period longer than this run."""
+"""The averager of torch, with a period longer than this run."""
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 # finds: nothing
-"""Looks suspicious, is right: the sampler repeats a sample, so what the ranks have gathered is put in the order of
-the test set and cut off at its end."""
+"""The sampler repeats a sample, so what the ranks have gathered is put in the order of the test set and cut off at
+its end."""
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,5 @@
 # finds: nothing
-"""Looks suspicious, is right: the sampler repeats a sample, and the rank that has the copy does not count it."""
+"""The sampler repeats a sample, and the rank that has the copy does not count it."""
 
 import torch
 import torch.distributed as dist

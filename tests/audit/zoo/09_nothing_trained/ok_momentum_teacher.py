@@ -1,6 +1,5 @@
 # finds: nothing
-"""Looks suspicious, is right: a teacher that follows the student and is in no optimizer; the student learns from
-it."""
+"""A teacher that follows the student and is in no optimizer; the student learns from it."""
 
 import copy
 

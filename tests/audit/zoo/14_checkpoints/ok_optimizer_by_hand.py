@@ -1,6 +1,5 @@
 # finds: nothing
-"""Looks suspicious, is right: the number of steps in the file is not asked for; `state` of the optimizer is another
-one."""
+"""The number of steps in the file is not asked for; `state` of the optimizer is another one."""
 
 import argparse
 

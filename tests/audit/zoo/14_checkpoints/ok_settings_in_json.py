@@ -1,5 +1,5 @@
 # finds: nothing
-"""Looks suspicious, is right: the file of JSON holds settings, and the weights are a start."""
+"""The file of JSON holds settings, and the weights are a start."""
 
 import argparse
 import json
