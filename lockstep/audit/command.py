@@ -151,7 +151,7 @@ def _notes(trace: Trace, spec: LaunchSpec) -> Iterator[str]:
     if any(start.workers and start.start_method not in (None, "fork") for start in rank.of(events.PassStart)):
         yield "loader workers that are not forked carry no probes: what they draw at random was not seen"
     if rank.steps and not rank.first(events.ModelInput):
-        yield "only parts of the model are called, not the model: `waits` and `changed-inputs` were not looked for"
+        yield "no forward pass of a whole model was seen: `waits` and `changed-inputs` were not looked for"
     if rank.steps and not rank.first(events.PassStart):
         yield "no DataLoader was used: which samples a rank saw is known only from the model's inputs"
 

@@ -287,7 +287,7 @@ class PassStart(Event):
 
 
 class TrainingMode(Event):
-    """The first forward pass in training mode on the batches of a pass."""
+    """The first forward pass in training mode, without gradients, on the batches of a pass."""
 
     loader: int
     epoch: int

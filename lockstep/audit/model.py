@@ -351,9 +351,13 @@ class Trace:
 
     @cached_property
     def averaging_steps(self) -> list[int]:
-        """After which steps the weights of all ranks were averaged, and equal."""
-        weights = self.by_key(events.Weights, lambda w: (w.optimizer, w.n) if w.averaged else None)
-        return [n for (_, n), ranks in weights.items() if all(w.checksums == ranks[0].checksums for w in ranks)]
+        """After which steps the weights of all ranks, which differed, were averaged, and equal."""
+        found, differed = [], False
+        for (_, n, averaged), ranks in self.by_key(events.Weights, lambda w: (w.optimizer, w.n, w.averaged)).items():
+            equal = all(w.checksums == ranks[0].checksums for w in ranks)
+            found += [n] if averaged and equal and differed else []
+            differed = not equal
+        return found
 
     @cached_property
     def joint_passes(self) -> list[JointPass]:

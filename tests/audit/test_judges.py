@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lockstep.audit.catalog import CONSEQUENCES, KINDS, Finding
-from lockstep.audit.events import Backward, Collective, End, Event, Print, Return, Step
+from lockstep.audit.events import Backward, Collective, End, Event, Print, Return, Step, Weights
 from lockstep.audit.judges import judge
 from lockstep.audit.model import Rank, Trace
 from lockstep.audit.source import Site
@@ -80,3 +80,15 @@ def test_prints_are_reported_at_the_line_of_most_steps() -> None:
 
     found = [f for f in judge(trace(rank(), rank())) if f.kind.name == "all-ranks-log"]
     assert [f.at for f in found] == [Site("train.py", 20)]
+
+
+def weights(rank: int, *after: tuple[int, bool, bool]) -> list[Event]:
+    """Checksums after steps: the step, whether the ranks agree, whether they seem to have averaged them."""
+    return [Weights(0, n, {"w": 0 if agree else rank}, averaged) for n, agree, averaged in after]
+
+
+def test_only_weights_that_differed_are_averaged_on_purpose() -> None:
+    local_sgd = ((1, False, False), (2, False, False), (4, True, True))
+    assert trace(*(weights(r, *local_sgd) for r in range(2))).averaging_steps == [4]
+    bug = ((1, True, False), (2, True, True), (5, False, False))  # something else was gathered after step 2
+    assert trace(*(weights(r, *bug) for r in range(2))).averaging_steps == []

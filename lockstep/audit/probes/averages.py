@@ -9,9 +9,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..events import AverageChanged, AverageRead
-from ..source import Site, user_line
+from ..source import Site, caller, foreign, user_line
 from .context import Context, never_raises, should_sample
 
+_OF_TORCH = ("torch/optim/swa_utils.py", "torch/nn/modules/module.py", "torch/utils/_contextlib.py")
+"""Files of torch that read an average to update it, when the script calls them."""
 _SMALL = 1 << 16
 """Numbers of the tensor by which a change of a model is noticed, if it has one that small."""
 
@@ -35,6 +37,7 @@ class Averages:
         self.context, self.recorder = context, context.recorder
         self.models: list[ref[nn.Module]] = []
         self.numbers: dict[int, int] = {}  # of models and what they wrap, by id
+        self.learning: set[int] = set()
         self.values: dict[int, int] = {}  # checksums of a tensor, by number
         self.reads: set[tuple[int, Site | None, bool]] = set()  # since the last step
         self.backwards = 0  # since the last step
@@ -48,7 +51,14 @@ class Averages:
         self.models.append(ref(model))
         parts = [model, model.module] if isinstance(model, AveragedModel) else [model]
         self.numbers |= {id(part): number for part in parts}
-        self.context.before_forward(model, lambda module, *_: self.read(module, True))
+        self.context.before_forward(model, lambda module, *_: self.forward(module))
+
+    def forward(self, model: nn.Module) -> None:
+        """What is called with gradients, by which it learns, is no average."""
+        if not self.context.hidden and torch.is_grad_enabled() and model.training:
+            learns = any(p.requires_grad for p in model.parameters())
+            self.learning |= {self.numbers[id(model)]} if learns and id(model) in self.numbers else set()
+        self.read(model, True)
 
     def copied(self, model: Any, *_: Any, **__: Any) -> None:
         if isinstance(model, nn.Module):
@@ -66,10 +76,11 @@ class Averages:
         number = self.numbers.get(id(model))
         if number is None or self.models[number]() is None:
             return
-        key = number, user_line(), is_use
+        line = caller(*_OF_TORCH)
+        key = number, user_line(), is_use or foreign(line.file)  # a library may do anything with them
         if key not in self.reads:
             self.reads.add(key)
-            self.recorder.write(AverageRead(number, is_use, at=key[1]))
+            self.recorder.write(AverageRead(number, key[2], at=key[1]))
 
     @never_raises
     def before_backward(self) -> None:
@@ -79,9 +90,9 @@ class Averages:
             return
         with self.recorder.hide():
             optimized = {id(p) for watched in self.context.optimizers for p in watched.parameters}
-            for number, model in ((n, reference()) for n, reference in enumerate(self.models)):
-                tensors = [p for p in model.parameters() if id(p) not in optimized] if model is not None else []
-                if not tensors or model is None or len(tensors) < len(list(model.parameters())):
+            for number, reference in enumerate(self.models):
+                tensors = list(model.parameters()) if (model := reference()) is not None else []
+                if not tensors or number in self.learning or any(id(p) in optimized for p in tensors):
                     continue
                 chosen = next((t for t in tensors if t.numel() <= _SMALL and t.dim() > 1), tensors[0])
                 value = self.context.checksums({"": chosen}).get("", 0)

@@ -92,7 +92,7 @@ class Context:
         self.clipped = False  # whether gradients were clipped since the last step
         self.in_loader = 0
         self.batch: list[Tensor] = []  # the last batch of a loader
-        self.reading = (-1, -1)  # the loader of that batch, and how many times it was iterated
+        self.reading: tuple[int, int] | None = None  # its loader and how many times that was iterated, until its end
         self.prints = 0
         self.waits: set[tuple[str, int, str]] = set()
         self._names: dict[int, str] = {}

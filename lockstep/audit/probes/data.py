@@ -100,7 +100,7 @@ class Data:
             with self._timed():
                 batch = original(iterator)
         except StopIteration:
-            self.context.in_loop = False
+            self.context.in_loop, self.context.reading = False, None
             self.recorder.write(PassEnd(start.loader, start.epoch))
             for act in self.context.on_pass_end if torch.is_grad_enabled() else ():
                 act()

@@ -53,7 +53,8 @@ class Training:
         self.no_gradient_yet: set[str] = set()  # parameters of optimizers that stepped which never had a gradient
         self.not_optimized: set[str] = set()
         self.ran: set[int] = set()  # modules that ran forward while training, and their parameters
-        self.modes: set[tuple[int, int]] = set()  # passes over data with a forward pass in training mode
+        self.modes: set[tuple[int, int]] = set()  # passes over data with such a forward pass without gradients
+        self.carried = 0  # numbers that collectives carried before the step began, which may have some of its own
         self.unmoved: list[tuple[Tensor, Tensor, Tensor]] = []  # parts of weights, as they were, and of gradients
         self.schedulers: list[LRScheduler] = []
         self.roots: WeakSet[nn.Module] = WeakSet()
@@ -74,8 +75,8 @@ class Training:
         if self.context.hidden or self.wrappers.is_inside(module):
             return
         self._record_averaged()
-        if module.training and self.context.reading not in self.modes:
-            self._record_mode(module)
+        if module.training and not torch.is_grad_enabled():
+            self._record_mode(module, self.context.reading)
         training = self.context.in_loop = torch.is_grad_enabled() and module.training
         if not training:
             return
@@ -90,10 +91,12 @@ class Training:
             self._inputs(module, inputs)
 
     @never_raises
-    def _record_mode(self, module: nn.Module) -> None:
-        self.modes.add(self.context.reading)
+    def _record_mode(self, module: nn.Module, reading: tuple[int, int] | None) -> None:
+        if reading is None or reading in self.modes:
+            return
+        self.modes.add(reading)
         layers = [n for n, m in module.named_modules() if m.training and (isinstance(m, _BatchNorm) or _drops(m))]
-        self.recorder.write(events.TrainingMode(*self.context.reading, layers[:5]))
+        self.recorder.write(events.TrainingMode(*reading, layers[:5]))
 
     @never_raises
     def _inputs(self, module: nn.Module, inputs: list[Tensor]) -> None:
@@ -199,6 +202,7 @@ class Training:
         self.recorder.write(events.OptimizerInit(number))
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.carried = self.carried if self.stepping else self.context.reduced
         self.stepping = [*self.stepping[: 0 if optimizer in self.stepping else None], optimizer]
         watched = self._watched(optimizer)
         if watched and watched.steps == 0:
@@ -218,7 +222,7 @@ class Training:
         step.prints, step.waits = context.prints, list(context.waits)
         self._check_gradients(step, watched.parameters)
         step.unmoved = self._share_unmoved()
-        step.clipped_before_sum = context.clipped and self._carries_all(watched, context.reduced)
+        step.clipped_before_sum = context.clipped and self._carries_all(watched, self.carried)
         context.clipped = False
         for act in context.on_step:
             act()

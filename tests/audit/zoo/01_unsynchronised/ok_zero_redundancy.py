@@ -24,6 +24,7 @@ def main():
         sampler.set_epoch(epoch)
         for x, y in loader:
             F.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     dist.destroy_process_group()
