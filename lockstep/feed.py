@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 
 from .batching import Batching, MicroBatch, Position
 from .config import Data
 from .distributed import World
 from .evaluate import samples_of
 from .loader import Fetch, Loader, Preparation, Reader, is_iterable, requests, size_of
-from .rng import Rng
+from .rng import Rng, seed_generators
 from .stream import Slice, Stream
 from .watch.data import DataWatch, Samples, digest
 from .watch.ledger import Ledger
@@ -82,7 +81,7 @@ class Feed:
             self._in_hand.append(micro.samples)
             if len(micro.indices):  # there may be more micro-batches than samples on this rank; the last has some
                 # For dropout alone, all else is keyed: by step and micro-batch, so that it is the same when resumed.
-                torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + micro.number)
+                seed_generators((self.seed * 1_000_003 + step) * 65_537 + micro.number, self.world.device)
                 yield micro.batch
 
     @property

@@ -20,6 +20,7 @@ from .loss import ExactLossSums, Finished, LossSums, Objective, sums_and_weights
 from .outcome import OutOfMemory
 from .parallel import Replica, Tiles, Wire, explain
 from .recipe import AfterStep, Alternates
+from .rng import seed_generators
 from .setup import Setup, sum_exactly
 from .state import TrainState
 from .stream import Slice, Stream
@@ -225,7 +226,7 @@ class TrainStep:
                     tiles.start_tile(micro.number)
                 # For dropout alone, all else is keyed: by step and first sample, not by rank.
                 first = int(micro.samples.index[0])
-                torch.manual_seed(((self.seed * 1_000_003 + step) * GOLDEN_GAMMA + first) % 2**64)
+                seed_generators(((self.seed * 1_000_003 + step) * GOLDEN_GAMMA + first) % 2**64, self.world.device)
                 with nullcontext() if micro.last and sync else self.replica.no_sync():
                     with self.precision.autocast:
                         total, weight, logs = self.replica.forward(

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from lockstep.rng import Rng
+from lockstep.rng import Rng, seed_generators
 
 N = 4000
 
@@ -109,3 +109,22 @@ def test_compiled_draws_equal_eager_ones(count: int) -> None:
             torch.testing.assert_close(compiled[name], value, rtol=5e-7, atol=1e-9)
         else:
             assert torch.equal(compiled[name], value), name
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63, 2**64 - 1])
+def test_generators_are_seeded_as_torch_seeds_them(seed: int) -> None:
+    before = torch.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        expected, state = torch.rand(5), torch.get_rng_state()
+        seed_generators(seed, torch.device("cpu"))
+        assert torch.rand(5).equal(expected) and torch.get_rng_state().equal(state)
+    finally:
+        torch.set_rng_state(before)
+
+
+def test_seeding_formats_no_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceback.format_stack", None)
+    before = torch.get_rng_state()
+    seed_generators(3, torch.device("cpu"))
+    torch.set_rng_state(before)

@@ -16,7 +16,7 @@ from lockstep import checkpoint
 from lockstep.config import Hardware
 from lockstep.distributed import World
 from lockstep.precision import choose
-from lockstep.rng import Rng
+from lockstep.rng import Rng, seed_generators
 from lockstep.watch.drift import checksums
 
 CUDA = torch.device("cuda", 0)
@@ -53,6 +53,14 @@ def test_draws_have_the_bits_of_the_cpu(compiled: bool) -> None:
     for name in ("uniform", "integers", "bernoulli"):
         assert torch.equal(on_gpu[name].cpu(), on_cpu[name]), name
     assert ulps(on_gpu["normal"].cpu(), on_cpu["normal"]) <= 4
+
+
+def test_generators_are_seeded_as_torch_seeds_them() -> None:
+    for seed in (3, 2**64 - 5):
+        torch.manual_seed(seed)
+        expected = torch.rand(5, device=CUDA), torch.rand(5)
+        seed_generators(seed, CUDA)
+        assert torch.rand(5, device=CUDA).equal(expected[0]) and torch.rand(5).equal(expected[1])
 
 
 def test_auto_precision_is_bf16_on_this_gpu() -> None:
