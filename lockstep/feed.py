@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-
 from .batching import Batching, MicroBatch, Position
 from .config import Data
 from .distributed import World

@@ -224,8 +224,7 @@ class TrainStep:
                     continue  # more micro-batches than samples on this rank; never the last one
                 if tiles is not None:
                     tiles.start_tile(micro.number)
-                # For dropout alone, all else is keyed: by step and first sample, not by rank.
-                first = int(micro.samples.index[0])
+                first = int(micro.samples.index[0])  # not the rank; for dropout alone, all else is keyed
                 seed_generators(((self.seed * 1_000_003 + step) * GOLDEN_GAMMA + first) % 2**64, self.world.device)
                 with nullcontext() if micro.last and sync else self.replica.no_sync():
                     with self.precision.autocast:
