@@ -207,8 +207,6 @@ class Hardware:
         check(not rounded, "exact takes --grad_compression none", self.grad_compression, "its sums are not rounded")
         wide = self.exact and self.precision == "fp64"
         check(not wide, "exact takes --precision bf16, fp16 or fp32", "fp64", "its sums are of float32 gradients")
-        both = self.exact and self.shard == "full"
-        check(not both, "exact takes --shard none or optimizer", "full", "gradients are summed by rows as floats there")
         check(self.hang_timeout >= 0, "hang_timeout is at least 0 seconds (0: never)", self.hang_timeout)
         if not self.use_amp:
             wanted = self.precision in ("auto", "fp32")

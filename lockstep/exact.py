@@ -153,6 +153,12 @@ class Observer(Protocol):
     def add_sums(self, integers: Numbered) -> None: ...
 
 
+class StartsStep(Protocol):
+    """What is told that a step begins."""
+
+    def start_step(self) -> None: ...
+
+
 class ExactSums:
     """The sums of the gradients of one step, and the grid they are rounded onto."""
 
@@ -172,6 +178,8 @@ class ExactSums:
         """What tiles before the last have added up, by number of the parameter."""
         self._add, self._to_floats = _kernels(device)
         self.observer: Observer | None = None
+        self.by_rows: list[StartsStep] = []
+        """With --shard full: what sums gradients, by rows, whenever a tile has made them."""
         self.start_step()
 
     def set_tiles(self, tiles: int) -> None:
@@ -182,6 +190,8 @@ class ExactSums:
             parameter.grad = None  # also of those that are not in the optimizer, which nothing else empties
         self.largest.zero_()
         self._integers = {}
+        for unit in self.by_rows:
+            unit.start_step()
         self._exponents_in_use = self._grid()
         self.scales = _power_of_two(self.bits - HEADROOM - self._exponents_in_use)
         if self.observer is not None:
@@ -201,6 +211,8 @@ class ExactSums:
 
     def add_local(self, last: bool) -> None:
         """Add the gradients that a backward pass has left in the parameters of this rank."""
+        if self.by_rows:
+            return
         self.add(self.gradients(), last)
         for i, parameter in enumerate(self.parameters):
             if not last:
@@ -214,7 +226,7 @@ class ExactSums:
             dist.all_reduce(self.largest, dist.ReduceOp.MAX)
         finite = (self.largest < INF).all()
         units = _power_of_two(self._exponents_in_use + HEADROOM - self.bits)
-        self._to_floats(self.gradients(), torch.where(finite, units, torch.nan))
+        self._times(torch.where(finite, units, torch.nan))
         first = (self.exponents < _NEVER // 2) & (self.largest > 0)  # a guess was the grid of these
         self._align_gradients()
         self.overflow = finite & (first.any() | ~self.fits())
@@ -224,6 +236,14 @@ class ExactSums:
         self._copied = torch.cuda.Event() if self.world.device.type == "cuda" else None
         if self._copied is not None:
             self._copied.record()
+
+    def _times(self, units: Tensor) -> None:
+        """Turn integers in the gradients into floats; the sums by rows are floats already."""
+        if not self.by_rows:
+            self._to_floats(self.gradients(), units)
+        for parameter, unit in zip(self.parameters, units, strict=True) if self.by_rows else ():
+            if parameter.grad is not None:
+                parameter.grad.to_local().mul_(unit)  # type: ignore[attr-defined]
 
     def fits(self) -> Tensor:
         """Return whether all gradients so far fit the grid, on the device; one that is not finite does not."""
@@ -261,7 +281,7 @@ class ExactSums:
 
     def _align_gradients(self) -> None:
         """Copy gradients that begin at odd places of a DDP bucket: their norm would be added up in another order."""
-        for parameter in self.parameters if self.world.size > 1 else ():
+        for parameter in self.parameters if self.world.size > 1 and not self.by_rows else ():
             if parameter.grad is not None and parameter.grad.data_ptr() % 16:
                 parameter.grad = parameter.grad.clone()
 

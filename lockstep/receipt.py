@@ -126,7 +126,7 @@ _SHARDED = {
     "optimizer": "optimizer state and averages: each rank has those of some parameters; they are on one rank only, so "
     "they are not compared between ranks",
     "full": "each rank has some rows of every parameter, of its gradient, optimizer state and average; these are on "
-    "one rank only, so they are not compared between ranks",
+    "one rank only, so they are not compared between ranks, and there are no spot checks and no history",
 }
 
 

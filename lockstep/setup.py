@@ -88,7 +88,7 @@ class Setup:
     @property
     def spot_check_every(self) -> int:
         """The steps between two spot checks; 0 for none: one rank, or ranks on which a tile has different bits."""
-        possible = self.in_tiles and self.world.size > 1 and not self.different_kernels
+        possible = self.in_tiles and self.world.size > 1 and not self.different_kernels and self.sharded != "full"
         return self.config.hardware.spot_check_every if possible else 0
 
     def normalizer(self) -> Normalizer:
@@ -182,7 +182,7 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
         update.shard(setup.fully or Shares(model, world))
     emas = [Ema(model, decay, update.sharding) for decay in config.optim.ema_decay]
     progress, ledger = Progress.start(config.run.best_mode), Ledger(size or 0)
-    every = config.hardware.history_every if exactness else 0
+    every = config.hardware.history_every if exactness and not setup.fully else 0
     history = History(world, run_dir.path, model, every, batching) if every else None
     state = TrainState(model, update, emas, ledger, progress, exactness, history)
     if setup.in_tiles:
@@ -214,7 +214,15 @@ def _make_model(
 def _shard_fully(setup: Setup, model: nn.Module, source: nn.Module | None) -> FullySharded:
     """Spread the model over the ranks."""
     _check_every_micro_batch_has_samples(setup.batching, setup.world, "--shard full")
-    sharded = FullySharded(Objective(setup.recipe.loss, model, setup.config.data.seed), setup.world)
+    tiles, ranks = setup.batching.tiles, setup.world.size
+    if tiles and tiles % ranks:
+        raise ValueError(
+            f"--exact --shard full needs as many tiles on each rank: the global batch is cut into {tiles}, which "
+            f"{ranks} ranks cannot share evenly; start another number of ranks, or use --shard optimizer"
+        )
+    if tiles and batchnorm.has_batch_norm(model):
+        raise ValueError("--exact --shard full does not take a model with BatchNorm; use --shard optimizer")
+    sharded = FullySharded(Objective(setup.recipe.loss, model, setup.config.data.seed), setup.world, bool(tiles))
     sharded.fill(source)
     return sharded
 
@@ -240,9 +248,12 @@ def _exactness(
 
 def sum_exactly(setup: Setup, state: TrainState) -> None:
     """Let a run sum its gradients exactly, tile by tile; BatchNorm then has the statistics of a tile."""
-    batchnorm.replace_batch_norm(state.model, batchnorm.TileBatchNorm)
-    state.model.to(setup.world.device)
-    state.sums = ExactSums((p for p in state.model.parameters() if p.requires_grad), setup.world)
+    if setup.fully is None:
+        batchnorm.replace_batch_norm(state.model, batchnorm.TileBatchNorm)
+        state.model.to(setup.world.device)
+    state.sums = sums = ExactSums((p for p in state.model.parameters() if p.requires_grad), setup.world)
+    if setup.fully is not None:
+        setup.fully.sum_exactly(sums, (setup.batching.tiles or 1) // setup.world.size)
 
 
 def _check_same_run(saved: Checkpoint, seed: int, dataset: int | None) -> None:

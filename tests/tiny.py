@@ -119,7 +119,8 @@ class Block(nn.Module):
     def __init__(self, width: int, dropout: float):
         super().__init__()
         self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
-        self.rise, self.fall = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+        hidden = 2 * width + width % 2
+        self.rise, self.fall = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.fall(F.gelu(self.rise(self.norm(x)))))
@@ -145,17 +146,17 @@ class Deep(Labelled):
     """With blocks, of an odd width, that may be sharded and recomputed."""
 
     name = "deep"
-    dropout = 0.0
+    width, dropout = 11, 0.0
 
     def model(self) -> nn.Module:
-        return Residual(11, self.dropout)
+        return Residual(self.width, self.dropout)
 
 
 class DeepWithDropout(Deep):
-    """With dropout in its blocks."""
+    """With dropout in its blocks, and rows of parameters that begin where a vector of a kernel begins."""
 
     name = "deepdropout"
-    dropout = 0.3
+    width, dropout = 64, 0.3
 
 
 class WithBatchNorm(Plain):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed import World
+from ..exact import ExactSums
 from ..loss import Objective
 from .blocks import find_blocks, wrap_forward
 
@@ -22,11 +23,15 @@ ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim
 """Optimizers whose update of a number needs that number's gradient and state alone: they may have rows only."""
 
 
+VECTOR = 64
+"""Kernels may compute the last elements of a tensor, up to so many, in another way than all before."""
+
+
 class FullySharded:
     """An objective whose parameters are spread over the ranks by rows."""
 
-    def __init__(self, objective: Objective, world: World):
-        """The objective's model may be on the meta device; see `fill`."""
+    def __init__(self, objective: Objective, world: World, exact: bool = False):
+        """The objective's model may be on the meta device; see `fill`. `exact`: results have the bits of DDP."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -35,6 +40,9 @@ class FullySharded:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.blocks = find_blocks(model)
         mesh = init_device_mesh(world.device.type, (world.size,))
+        self.exact = exact
+        self._whole: dict[str, nn.Parameter] = {}
+        """Parameters that all ranks update whole: of an exact run, those whose rows begin where no vector does."""
         self._units: list[Any] = []
         self._hooks: list[tuple[dict[int, Any], list[int]]] = []
         for module in [*self.blocks, objective]:
@@ -65,6 +73,25 @@ class FullySharded:
         self._rows: dict[Tensor, nn.Parameter] = {
             p: nn.Parameter(local(p.detach()), p.requires_grad) for p in self.model.parameters()
         }
+        for name, parameter in self.model.named_parameters() if self.exact else ():
+            shape = self.shapes[name]
+            if -(-shape[0] // self.world.size) * shape[1:].numel() % VECTOR:
+                joined = self._join(local(parameter), shape)
+                self._whole[name] = self._rows[parameter] = nn.Parameter(joined, parameter.requires_grad)
+        self._whole_ones = set(self._whole.values())
+
+    def sum_exactly(self, sums: ExactSums, tiles: int) -> None:
+        """Sum gradients as integers; `tiles`: those of each rank in a step."""
+        from .rows import RowSums
+
+        for unit in self._units:
+            state = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter in torch 2.11
+            parameters = [found.sharded_param for group in groups if group for found in group.fsdp_params]
+            if any(parameter.requires_grad for parameter in parameters):
+                by_rows = RowSums(parameters, sums, tiles)
+                unit.set_custom_reduce_scatter(by_rows)
+                sums.by_rows.append(by_rows)
 
     def rows(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of a parameter."""
@@ -109,10 +136,12 @@ class FullySharded:
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
             tensor.copy_(tensors[name])
+        self.publish()
 
     def live(self, model: nn.Module) -> dict[str, Tensor]:
         """Return this rank's rows of the parameters, and the buffers."""
-        return {name: local(tensor) for name, tensor in model.state_dict().items()}
+        rows = {name: local(tensor) for name, tensor in model.state_dict().items()}
+        return rows | {name: parameter.detach() for name, parameter in self._whole.items()}
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return this rank's rows as plain parameters, which the optimizer has, by name."""
@@ -127,31 +156,49 @@ class FullySharded:
                 f"whole ones; use --shard optimizer, or one of {known}"
             )
         state: dict[Tensor, Any] = {
-            self._rows[p]: {key: local(value) for key, value in found.items()} for p, found in optimizer.state.items()
+            self._rows[p]: {key: self._part(p, value) for key, value in found.items()}
+            for p, found in optimizer.state.items()
         }
         optimizer.state.clear()
         optimizer.state.update(state)
         for group in optimizer.param_groups:
             group["params"] = [self._rows[parameter] for parameter in group["params"]]
 
+    def _part(self, parameter: Tensor, value: Any) -> Any:
+        """Return what this rank keeps of a gradient or a state, a DTensor, of a parameter."""
+        rows = local(value)
+        return self._join(rows, parameter.shape) if self._rows[parameter] in self._whole_ones else rows
+
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return this rank's rows of the gradients, and give them to the plain parameters."""
         found = []
+        self._with_gradient = [(p.shape, self._rows[p]) for p in parameters if p.grad is not None]
         for parameter in parameters:
             if parameter.grad is not None:
-                found.append(local(parameter.grad))
+                found.append(self._part(parameter, parameter.grad))
                 self._rows[parameter].grad = found[-1]
         return found
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of all rows of all ranks."""
+        """Return the norm of all rows of all ranks; in an exact run of whole gradients, in the order of DDP's."""
+        if self.exact:
+            return self._exact_norm(gradients)
         own = torch.nn.utils.get_total_norm(gradients)
         return self.world.sum(own.double().square()).sqrt().to(own.dtype)
 
+    def _exact_norm(self, gradients: list[Tensor]) -> Tensor:
+        norms = []
+        for gradient, (shape, own) in zip(gradients, self._with_gradient, strict=True):
+            whole = gradient if own in self._whole_ones else self._join(gradient, shape)
+            norms.append(torch._foreach_norm([whole])[0] if whole.is_cuda else torch.linalg.vector_norm(whole))
+        return torch.linalg.vector_norm(torch.stack(norms))
+
     def publish(self) -> None:
-        """Drop the gradients: weights are put together when they are used."""
-        for parameter in self._rows.values():
-            parameter.grad = None
+        """Drop the gradients, and take the rows of what is updated whole: units are put together when they are used."""
+        for parameter, own in self._rows.items():
+            own.grad = None
+            if own in self._whole_ones:
+                local(parameter.detach()).copy_(self.rows(own.detach()))
 
     @torch.no_grad()
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -166,14 +213,21 @@ class FullySharded:
     def _joined(self, name: str, tensor: Tensor) -> Tensor:
         """Return the rows of all ranks, if a tensor has rows of a parameter."""
         shape = self._shape_of(name)
-        if shape is None or tuple(tensor.shape) != (self._count(shape[0]), *shape[1:]):
+        if shape is None or self._is_whole(name) or tuple(tensor.shape) != (self._count(shape[0]), *shape[1:]):
             return tensor
+        return self._join(tensor, shape)
+
+    def _join(self, tensor: Tensor, shape: torch.Size) -> Tensor:
         size = -(-shape[0] // self.world.size)
         padded = tensor.new_zeros(size, *shape[1:])
         padded[: len(tensor)] = tensor
         whole = tensor.new_empty(size * self.world.size, *shape[1:])
         _ALL_GATHER(whole, padded)
         return whole[: shape[0]]
+
+    def _is_whole(self, name: str) -> bool:
+        """Return whether a tensor is a parameter, or its state, that all ranks update whole."""
+        return name in self._whole or name.rpartition("/")[0] in self._whole
 
     def _count(self, rows: int) -> int:
         size = -(-rows // self.world.size)
@@ -184,7 +238,11 @@ class FullySharded:
 
     def own(self, tensors: Mapping[str, Tensor], per_parameter: bool) -> dict[str, Tensor]:
         """Return this rank's rows of whole tensors."""
-        return {name: self.rows(t) if t.shape == self._shape_of(name) else t for name, t in tensors.items()}
+        found = dict(tensors)
+        for name, tensor in tensors.items():
+            if tensor.shape == self._shape_of(name) and not self._is_whole(name):
+                found[name] = self.rows(tensor)
+        return found
 
     def replicated(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a part of the state that all ranks hold alike: buffers and counters."""

@@ -108,6 +108,27 @@ def test_fully_sharded_ranks_give_what_ddp_gives(ranks, tmp_path: Path, flags: l
         assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 2
 
 
+EXACT = ["--exact", "--batch_size", "4", "--global_batch_size", "24", "--log_every", "2", "--ema_decay", "0.9"]
+
+
+@pytest.mark.parametrize("flags", [["--clip_grad", "1"], ["--precision", "bf16", "--optimizer", "sgd"]])
+def test_exact_fully_sharded_ranks_give_the_bits_of_one(ranks, tmp_path: Path, flags: list[str]) -> None:
+    """Gradients of six tiles are summed by rows, as integers; a run goes on with another strategy."""
+    flags = [*EXACT, *flags, "--activation_checkpointing", "blocks", "--n_steps"]
+    alone = state_after(World(), "DeepWithDropout", [*flags, "9", "--out", str(tmp_path / "1")])[0]
+    for steps, size, shard in (("3", 3, "full"), ("6", 3, "optimizer"), ("9", 2, "full")):
+        words = [*flags, steps, "--shard", shard, "--resume", "auto", "--out", str(tmp_path / "parts")]
+        answers = ranks(size)(state_after, "DeepWithDropout", words)
+    assert differing(alone, whole(answers)) == []
+    losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("1", "parts")]
+    assert losses[0][-1] == losses[1][-1]
+
+
+def test_tiles_that_ranks_cannot_share_evenly_are_refused(ranks, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="cut into 6, which 4 ranks cannot share evenly"):
+        ranks(4)(state_after, "Deep", [*EXACT, "--n_steps", "2", "--shard", "full", "--out", str(tmp_path)])
+
+
 def test_a_run_goes_on_with_other_ranks_and_another_strategy(ranks, tmp_path: Path) -> None:
     flags = [*FULL, "--n_steps"]
     expected = state_after(World(), "Deep", [*flags, "12", "--out", str(tmp_path / "1")])[0]
