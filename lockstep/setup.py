@@ -171,7 +171,7 @@ def prepare(request: Request, world: World, run_dir: RunDir) -> tuple[Setup, Tra
     exactness, different = None, list[str]()
     if config.hardware.exact:
         choose_kernels(True, world.device, compiled)
-        exactness, different = _exactness(batching.tiles or 1, world, chosen, compiled, saved)
+        exactness, different = _exactness(batching.tiles or 1, world, chosen, _graphs(config, world, compiled), saved)
     setup = Setup(request, world, run_dir, recipe, data, validation, batching, chosen, compiled, sync_bn, different)
 
     setup.recomputed = f"activations in {blocks} block(s), {recomputed}" if blocks else None
@@ -232,11 +232,21 @@ def _check_every_micro_batch_has_samples(batching: Batching, world: World, what:
         raise ValueError(f"{what} needs a sample in every micro-batch: raise --batch_size")
 
 
+def _graphs(config: TrainConfig, world: World, compiled: bool) -> str:
+    """Return what is compiled as one graph: with sharding or recomputing, kernels are others."""
+    hardware = config.hardware
+    unit = ", by blocks" if is_sharded(config, world) == "full" else ""
+    recomputing = (
+        f", {hardware.activation_checkpointing} recomputed" if hardware.activation_checkpointing != "none" else ""
+    )
+    return f"{compiled}{unit}{recomputing}" if compiled else "False"
+
+
 def _exactness(
-    tiles: int, world: World, chosen: Precision, compiled: bool, saved: Checkpoint | None
+    tiles: int, world: World, chosen: Precision, compiled: str, saved: Checkpoint | None
 ) -> tuple[Exactness, list[str]]:
     """Return what the bits of an exact run depend on and what has broken them already; and where ranks differ."""
-    own = environment(world) | {"precision": chosen.name, "compiled": str(compiled)}
+    own = environment(world) | {"precision": chosen.name, "compiled": compiled}
     ranks = world.broadcast(world.gather(own))
     exactness, different = Exactness(tiles, own), [n for n in own if len({r[n] for r in ranks}) > 1]
     if different:

@@ -39,6 +39,14 @@ def test_step_prints_the_ratio_to_a_step_written_by_hand() -> None:
 
 
 @pytest.mark.slow
+def test_sharding_prints_the_memory_of_each_strategy() -> None:
+    lines = printed("sharding.py", "--width", "1024", "--depth", "12", "--ranks", "4").splitlines()
+    assert lines[0].startswith("DiT of given: ") and len(lines) == 5
+    together = [float(line.rpartition("together ")[2].split()[0]) for line in lines[1:4]]
+    assert together[0] > together[1] > together[2] > 0
+
+
+@pytest.mark.slow
 def test_endurance_finds_nothing_that_grows_or_collides() -> None:
     lines = printed("endurance.py", "--checkpoints", "60", "--runs", "4").splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == [f"after {n} checkpoints" for n in (6, 30, 60)]
