@@ -60,7 +60,7 @@ class Sampler:
             self._fail(f"{title} could not be generated: {error}")
             return []
         try:
-            return [] if samples is None else self._write(recipe, samples, stem)
+            return [] if samples is None else self._write_again_if_interrupted(recipe, samples, stem)
         except Exception as error:  # on rank 0 alone, and nothing waits for it
             self._fail(f"{title} could not be written: {type(error).__name__}: {error}")
             return []
@@ -68,6 +68,14 @@ class Sampler:
     def _existing(self, stem: str) -> list[Path]:
         """Return the files of a sample set; none if a killed run has not finished it."""
         return [] if any(self.unfinished.glob(f"{stem}.*")) else sorted(self.folder.glob(f"{stem}.*"))
+
+    def _write_again_if_interrupted(self, recipe: Generates, samples: Tensor, stem: str) -> list[Path]:
+        try:
+            return self._write(recipe, samples, stem)
+        except RuntimeError as error:  # torch raises it wherever this process is when a loader's worker is killed
+            if "DataLoader worker" not in str(error):
+                raise
+            return self._write(recipe, samples, stem)
 
     def _write(self, recipe: Generates, samples: Tensor, stem: str) -> list[Path]:
         shutil.rmtree(self.unfinished, ignore_errors=True)

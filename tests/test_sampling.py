@@ -190,3 +190,19 @@ def test_samples_may_be_integers_and_any_files_anywhere(tmp_path: Path) -> None:
     assert text.read_text() == "[16777217, 16777218, 16777219]"
     assert other == tmp_path / "run/elsewhere.bin"
     assert "is off" not in (log := (tmp_path / "run/log.txt").read_text()) and "could not be written" not in log
+
+
+def test_samples_interrupted_by_the_end_of_a_loader_worker_are_written(tmp_path: Path) -> None:
+    """Torch raises it wherever the process is; here while the first file is written."""
+    run = trainer(World(), "Generating", [*FLAGS, "--sample_every", "8", "--out", str(tmp_path)])
+    save, died = run.recipe.save_samples, list[int]()
+
+    def interrupted(*arguments: Any) -> list[Path]:
+        if not died:
+            died.append(1)
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Hangup. ")
+        return save(*arguments)
+
+    run.recipe.save_samples = interrupted  # type: ignore[method-assign]
+    outcome = run.fit()
+    assert died and len(outcome.files) == 8 and run.sampler.failures == 0
