@@ -210,6 +210,14 @@ def test_the_command_prints_a_plan_and_draws_it(tmp_path: Path, capsys: pytest.C
     assert found["memory"]["none"]["total"] > found["memory"]["full"]["total"]
 
 
+def test_a_batch_that_fits_only_in_shards_is_accepted_with_them() -> None:
+    runs = scale(measured(2e9), config("--batch_size", "8"), machines(8))
+    notes = [
+        command.notes(command.Plan("x", GPUS["4090"], "bf16", measured(2e9), runs, shard)) for shard in ("none", "full")
+    ]
+    assert ["not even one sample fits" in " ".join(each) for each in notes] == [True, False]
+
+
 def test_a_batch_that_does_not_fit_comes_with_flags_that_do() -> None:
     plan = command.Plan(
         "x", GPUS["2080ti"], "fp16", measured(), scale(measured(), config("--batch_size", "256"), machines(1))
@@ -244,7 +252,19 @@ def test_a_correction_needs_a_gpu() -> None:
         command.run([TINY, "--measure"])
 
 
-def test_the_largest_block_is_one_of_a_stack() -> None:
-    blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
-    model = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(8, 2, bias=False)})
-    assert measuring._largest_block(model) == 8 * 8 * 4
+def test_the_largest_block_is_that_of_a_stack_or_what_is_in_none() -> None:
+    def model(head: int) -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(5)]
+        return nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(8, head, bias=False)})
+
+    assert measuring._largest_block(model(2)) == 8 * 8 * 4
+    assert measuring._largest_block(model(99)) == 8 * 99 * 4
+
+
+def test_recomputed_activations_take_less_memory_and_more_flops() -> None:
+    flags = ["--model", "DiT-Nano/4", "--img_size", "16"]
+    kept, again = (
+        measure(request("dit", *flags, "--activation_checkpointing", what)).at(32) for what in ("none", "blocks")
+    )
+    assert again.memory < 0.7 * kept.memory
+    assert 1.2 * kept.flops < again.flops < 1.4 * kept.flops  # a third forward pass, of the blocks

@@ -36,6 +36,7 @@ class Plan:
     precision: str
     measured: Measured
     runs: list[Scaled]
+    shard: str = "none"
     correction: float = 1.0
     corrected_on: str = ""
     """The GPU on which real steps were made."""
@@ -84,7 +85,8 @@ def make_plan(request: Request, options: PlanFlags) -> Plan:
     counts = sorted({int(word) for word in options.gpus.split(",")})
     machines = [Machines(gpu, count, options.nodes) for count in counts]
     measured = measure(request)
-    plan = Plan(request.recipe.name, gpu, hardware.precision, measured, scale(measured, request.train, machines))
+    runs = scale(measured, request.train, machines)
+    plan = Plan(request.recipe.name, gpu, hardware.precision, measured, runs, hardware.shard)
     if options.measure:
         plan.corrected_on, plan.correction = _correction(request, plan)
         plan.runs = scale(measured, request.train, machines, plan.correction)
@@ -191,8 +193,8 @@ def _memory_table(plan: Plan) -> Table:
     world, micro = run.machines.world, run.batching.micro_batch
     shown = [(shard, count) for shard in SHARDS for count in (1, world) if (shard == "none") == (count == 1)]
     shown = [("none", 1), *(pair for pair in shown if pair[0] != "none" and world > 1)]
-    title = f"memory of one GPU in GiB, at batch_size {micro}, of {capacity / GIB:g}"
-    names = {"none": "DDP", "optimizer": f"optimizer and EMA ÷ {world}", "full": f"all ÷ {world}"}
+    title = f"memory of one of {world} GPU(s) in GiB, at batch_size {micro}, of {capacity / GIB:g}"
+    names = {shard: f"--shard {shard}" for shard in SHARDS}
     table = _table(title, "", *(names[shard] for shard, _ in shown))
     found = [memory_of(plan.measured, micro, shard, count) for shard, count in shown]
     for part in ("weights", "gradients", "optimizer", "averages", "activations", "total"):
@@ -227,13 +229,14 @@ def notes(plan: Plan) -> list[str]:
 
 
 def _remedies(plan: Plan) -> list[str]:
-    found, run, largest = list[str](), plan.first, largest_micro_batch(plan.measured, plan.gpu.memory)
+    found, run = list[str](), plan.first
+    largest = largest_micro_batch(plan.measured, plan.gpu.memory, plan.shard, run.machines.world)
     if largest < run.batching.micro_batch:
         found.append(
             f"batch_size {run.batching.micro_batch} does not fit: --batch_size {largest} --global_batch_size "
             f"{run.batching.global_batch} does, and trains the same"
             if largest
-            else "not even one sample fits with DDP; use a smaller model or input, or share the state between GPUs"
+            else "not even one sample fits: --shard full, --activation_checkpointing blocks, or a smaller model"
         )
     bounds = {other.step.bound for other in plan.runs}
     if "all-reduce" in bounds:

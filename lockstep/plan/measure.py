@@ -4,7 +4,6 @@ The recipe's own model, data and loss run once forward and backward for each of 
 that they call is counted. What grows with the micro-batch grows linearly, so two sizes give every other.
 """
 
-import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from ..loader import Fetch
 from ..loss import Objective
 from ..recipe import Recipe, SeveralTerms
 from ..rng import Rng
+from ..sharding.blocks import find_blocks, recompute
 from ..stream import Slice
 
 ITEMS = 4
@@ -163,6 +163,8 @@ def _measure(
     recipe.step = torch.zeros((), dtype=torch.int64)
     recipe.n_steps = request.train.data.n_steps or 1
     model.train()
+    if (recomputed := request.train.hardware.activation_checkpointing) != "none":
+        recompute(model, recomputed)
     works = [_work(request, recipe, model, tree_map(lambda x: _fake(x, mode), batch)) for batch in batches]
     parameters, trained = list(model.parameters()), [p for p in model.parameters() if p.requires_grad]
     return Measured(
@@ -246,10 +248,7 @@ def _float_bytes(model: nn.Module) -> float:
 
 
 def _largest_block(model: nn.Module) -> float:
-    """Return the bytes of the largest block: what stands in the longest list of modules, or a child of the model."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
-    blocks = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
-    parts = list(blocks if blocks is not None else model.children()) or [model]
-    inside = {id(p) for part in parts for p in part.parameters()}
-    rest = sum(_bytes(p) for p in model.parameters() if id(p) not in inside)
-    return max(rest, *(math.fsum(_bytes(p) for p in part.parameters()) for part in parts))
+    """Return the bytes of the largest part that is gathered at once: a block, or what is in none."""
+    parts = [{id(p): p for p in block.parameters()} for block in find_blocks(model)]
+    rest = [p for p in model.parameters() if not any(id(p) in part for part in parts)]
+    return max(sum(map(_bytes, part)) for part in (rest, *(part.values() for part in parts)))
