@@ -182,8 +182,12 @@ def draw(found: dict[str, dict[int, float]], path: Path) -> None:
         what, _, by = title.partition(", ms, by ")
         axis = axes[["parameter tensors", "samples", "MB", "ranks"].index(by)]
         axis.plot(list(values), list(values.values()), marker="o", label=what)
-        axis.set(xscale="log", xlabel=by, ylabel="ms", ylim=(0, None))
+        logarithmic = by in ("MB", "ranks")
+        axis.set(xscale="linear" if by == "ranks" else "log", yscale="log" if logarithmic else "linear")
+        axis.set(xlabel=by, ylabel="ms")
         axis.legend(fontsize=7)
+    for axis in axes[:2]:
+        axis.set_ylim(0, None)
     figure.savefig(path, dpi=110)
 
 
