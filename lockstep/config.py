@@ -223,6 +223,8 @@ class Hardware:
             ("bucket_mb", facts.world_size == 1, "there is one rank, and gradients go nowhere"),
             ("grad_compression", facts.without_ddp, "gradients are summed as they are, without DDP"),
             ("bucket_mb", facts.without_ddp, "gradients are summed without DDP"),
+            ("grad_compression", self.find_unused_parameters, "without DDP gradients are sent as they are"),
+            ("bucket_mb", self.find_unused_parameters, "without DDP buckets have 25 MB"),
             ("grad_compression", self.shard == "full", "FSDP sums gradients as they are"),
             ("bucket_mb", self.shard == "full", "FSDP sums gradients block by block"),
             ("on_corruption", facts.world_size == 1, "there is one rank, and no other to compare it with"),
