@@ -13,6 +13,7 @@ from processes import ROOT, environment
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import IterableDataset, TensorDataset
+from torchmetrics.functional.classification import binary_auroc
 
 from lockstep import OutOfLockstep, Run
 from lockstep.audit.launcher import free_port
@@ -187,6 +188,23 @@ def agreed(world: World) -> tuple[list[int], bool, bool]:
 
 def test_rows_of_all_ranks_come_in_order_and_a_flag_of_one_counts(ranks: Get) -> None:
     assert ranks(3)(agreed) == [([0, 10, 11, 20, 21, 22], True, False)] * 3
+
+
+def area_under_the_curve(world: World) -> float:
+    """AUROC over a set that the ranks share unevenly, as the page on loops computes it."""
+    generator = torch.Generator().manual_seed(1)
+    test_set = TensorDataset(torch.randn(53, 1, generator=generator), torch.arange(53) % 2)
+    run, scores, labels = Run(world), list[Tensor](), list[Tensor]()
+    for x, y in run.shard(test_set, 8):
+        scores.append(x.sigmoid().flatten())
+        labels.append(y)
+    rows = (world.gather_rows(torch.cat(rows)) for rows in (scores, labels))
+    return float(binary_auroc(*rows))
+
+
+def test_a_metric_that_does_not_add_up_is_the_same_on_any_number_of_ranks(ranks: Get) -> None:
+    expected = area_under_the_curve(World())
+    assert 0.2 < expected < 0.8 and ranks(3)(area_under_the_curve) == [expected] * 3
 
 
 def accumulated(world: World, folder: str, batch_size: int) -> Tensor:
