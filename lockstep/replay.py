@@ -53,7 +53,8 @@ class Run:
     def open(cls, folder: Path, recipe: type[Recipe], step: int, device: str | None = None) -> "Run":
         """Return the run with the settings of the launch that made `step`."""
         receipt = read_receipt(folder)
-        settings = _settings(folder, receipt, step) | {"history_every": 1} | ({"device": device} if device else {})
+        settings = _settings(folder, receipt, step) | {"history_every": 1, "shard": "none"}
+        settings |= {"device": device} if device else {}
         known = {name: value for name, value in settings.items() if name not in recipe.removed_options}
         request = flags.request_for(recipe, None, known)
         states = checkpoint.states(folder / "checkpoints")

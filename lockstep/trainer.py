@@ -306,6 +306,7 @@ class Trainer:
             self.state.history.flush()
         self.check_ranks(everything=True)  # what is saved is right, and the ledger is at the step of the weights
         self._check_bad_steps()  # a run that is stopped before its next log would not say it
+        started = time.perf_counter()
         tensors, numbers = self.state.capture()
         is_best, self.progress.new_best = self.progress.new_best, False
         if not self.world.is_main:
@@ -313,7 +314,8 @@ class Trainer:
         batching = self.setup.batching
         facts = {"global_batch": batching.global_batch, "world": self.world.size, "dataset": batching.dataset}
         state = {**facts, "seed": self.config.data.seed, **numbers}
-        pause = self.checkpoints.save(self.progress.step, tensors, state, best=is_best, final=final)
+        self.checkpoints.save(self.progress.step, tensors, state, best=is_best, final=final)
+        pause = time.perf_counter() - started
         self.trackers.log(self.progress.step, {"checkpoint_pause_seconds": pause})
 
     def _save_at_end(self, final: bool) -> None:
