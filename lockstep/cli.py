@@ -81,12 +81,12 @@ def exit_with(command: Callable[[], int]) -> None:
     if "RANK" in os.environ:
         # Other ranks may have exited, and nothing may wait for them any more; and gloo's threads, though the group was
         # left in order, sometimes abort the process while the interpreter shuts down.
-        from . import distributed
+        from . import agent, distributed
 
         launcher_answers = status == 0 and distributed.report_success()
         if status == 0:
             atexit._run_exitfuncs()
-        distributed.clean_up_after_launcher(patience=0.0 if launcher_answers else 0.2)
+        agent.clean_up_after_launcher(patience=0.0 if launcher_answers else 0.2)
         os._exit(status)
     sys.exit(status)
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from . import activity, distributed, rendezvous, script
+from . import activity, agent, distributed, rendezvous, script
 from .distributed import RunFailed, World
 from .options import RunScript
 from .watch.hang import HangWatch
@@ -65,7 +65,7 @@ def _observe() -> World:
     if missing or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ValueError("RANK is set, but not by torchrun: start lockstep run without it, or by torchrun")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    distributed.start_agent_monitor()
+    agent.start_monitor()
     with rendezvous.explained(_TIMEOUT):
         rendezvous.choose_interface()
         store = rendezvous.open_store(rank, size, _TIMEOUT)

@@ -7,11 +7,8 @@ again. Without that environment the world has one rank, and every collective her
 import gc
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -29,22 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import rendezvous
+from . import agent, rendezvous
 from .activity import Activity
-from .processes import continue_stopped, this_process
+from .processes import this_process
 from .rendezvous import RendezvousError as RendezvousError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 HANG_STATUS = 76
 """Exit status of a rank of a run that hangs: EX_PROTOCOL of sysexits.h."""
-LAUNCHER = "LOCKSTEP_LAUNCHER"
-"""The variable by which `launch` tells its ranks "<run id>/<process id>" of itself."""
 _FAILED = "lockstep/failed"
 SUCCEEDED = "lockstep/succeeded"
 """The key under which ranks that exit with status 0 are counted."""
 _failures: dist.Store | None = None
-_ranks: list[dict[str, Any]] = []
-"""The processes of all ranks."""
 STORE_SECONDS = 10.0
 """How long the store may take to answer when a rank has failed."""
 Answer = TypeVar("Answer")
@@ -287,7 +280,7 @@ def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None
     missing = [name for name in ENVIRONMENT if name not in os.environ and name != "LOCAL_RANK"]
     if missing:
         raise ValueError(f"RANK or WORLD_SIZE is set but not {', '.join(missing)}; torchrun sets them all")
-    start_agent_monitor()
+    agent.start_monitor()
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank or 0))
     own_device = pick_device(device, local_rank)
     on_gpu, limit = own_device.type == "cuda", timedelta(seconds=timeout)
@@ -302,8 +295,8 @@ def connect(device: str = "auto", timeout: float = 600.0, local_rank: int | None
         )  # fmt: skip
         cpu_group = dist.new_group(backend="gloo", timeout=limit) if size > 1 else None
     if size > 1:
-        _ranks[:] = [{}] * size
-        dist.all_gather_object(_ranks, this_process(), group=cpu_group)
+        agent.ranks[:] = [{}] * size
+        dist.all_gather_object(agent.ranks, this_process(), group=cpu_group)
         follow_failures(store, timeout)
     return World(rank, size, local_rank, own_device, "nccl" if on_gpu else "gloo", cpu_group, store)
 
@@ -329,50 +322,6 @@ def pick_device(device: str, local_rank: int) -> torch.device:
         raise ValueError(f"{local_ranks} processes, but {gpus} GPU(s) are visible; start {gpus} or use --device cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def start_agent_monitor(period: float = 1.0) -> None:
-    """Start a thread that requests a stop when the agent that started this process is gone.
-
-    Nothing would ever stop or restart this process, and its store is gone too. During start-up SIGTERM ends it at once.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    agent = _launcher() or os.getppid()
-
-    def monitor() -> None:
-        while os.getppid() == agent:
-            threading.Event().wait(period)
-        clean_up_after_launcher()
-        continue_stopped(_ranks)  # also where the agent is torchrun's own
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=monitor, name="lockstep-agent-monitor", daemon=True).start()
-
-
-def log_folder_prefix(run_id: str) -> str:
-    """Return how the name of the temporary folder begins that a launcher has for its agent."""
-    return f"lockstep-{run_id}-"
-
-
-def clean_up_after_launcher(patience: float = 0.0) -> None:
-    """Do what Lockstep's own launcher could not do if it was killed: remove its folder, let ranks end that are stopped.
-
-    The connections of a process that is killed are closed a moment before it is gone: `patience` is for that moment.
-    """
-    launcher, deadline = _launcher(), time.monotonic() + patience
-    while os.getppid() == launcher and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    if launcher is not None and os.getppid() != launcher:
-        for folder in Path(tempfile.gettempdir()).glob(f"{log_folder_prefix(os.environ['TORCHELASTIC_RUN_ID'])}*"):
-            shutil.rmtree(folder, ignore_errors=True)
-        continue_stopped(_ranks)
-
-
-def _launcher() -> int | None:
-    """Return the process id of Lockstep's own launcher, if that has started this process; it may have ended by now."""
-    run, _, pid = os.environ.get(LAUNCHER, "").partition("/")
-    return int(pid) if pid and run == os.environ.get("TORCHELASTIC_RUN_ID") else None
 
 
 def follow_failures(store: dist.Store, timeout: float, period: float = 1.0, grace: float = 5.0) -> None:

@@ -13,8 +13,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from .agent import LAUNCHER, log_folder_prefix
 from .cores import check_cores
-from .distributed import HANG_STATUS, LAUNCHER, SUCCEEDED, log_folder_prefix
+from .distributed import HANG_STATUS, SUCCEEDED
 from .outcome import REQUEUE as REQUEUE
 from .rendezvous import LOOPBACK, loopback_store
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine import train
 
-from lockstep import distributed, rundir
+from lockstep import agent, rundir
 from lockstep.config import Run
 from lockstep.distributed import World
 from lockstep.files import TEMPORARY, replacing
@@ -67,13 +67,13 @@ def test_the_folder_of_a_launcher_that_is_just_ending_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parents = iter([123, 123, 123])
-    monkeypatch.setenv(distributed.LAUNCHER, "job/123")
+    monkeypatch.setenv(agent.LAUNCHER, "job/123")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("os.getppid", lambda: next(parents, 1))
-    folder = tmp_path / f"{distributed.log_folder_prefix('job')}x"
+    folder = tmp_path / f"{agent.log_folder_prefix('job')}x"
     folder.mkdir()
-    distributed.clean_up_after_launcher()
+    agent.clean_up_after_launcher()
     assert folder.exists()  # it still runs
-    distributed.clean_up_after_launcher(patience=10)
+    agent.clean_up_after_launcher(patience=10)
     assert not folder.exists()
