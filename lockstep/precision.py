@@ -59,7 +59,13 @@ def choose(hardware: Hardware, device: torch.device) -> Precision:
     """Return the precision of the settings; `auto`: bf16 or fp16 on a GPU that has it, fp32 on a CPU."""
     name = hardware.precision
     if name == "auto":
-        name = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        name = (
+            "fp32"
+            if device.type == "cpu"
+            else "bf16"
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else "fp16"
+        )
     if device.type == "cuda" and name != "fp64":
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("highest" if name == "fp32" else "high")

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from .optim import Ema
 from .recipe import Generates, Scores
 
 Show = Callable[[str], None]
+Made = TypeVar("Made")
 
 
 class Sampler:
@@ -55,12 +56,13 @@ class Sampler:
             return [path for path in existing if world.is_main]
         try:
             with self.evaluator.shown(title, self.show_status):
-                samples = self.evaluator.generate(settings.pop("n"), settings)
+                count = settings.pop("n")
+                samples = _despite_worker(lambda: self.evaluator.generate(count, settings))
         except EvaluationFailed as error:
             self._fail(f"{title} could not be generated: {error}")
             return []
         try:
-            return [] if samples is None else self._write_again_if_interrupted(recipe, samples, stem)
+            return [] if samples is None else _despite_worker(lambda: self._write(recipe, samples, stem))
         except Exception as error:  # on rank 0 alone, and nothing waits for it
             self._fail(f"{title} could not be written: {type(error).__name__}: {error}")
             return []
@@ -68,14 +70,6 @@ class Sampler:
     def _existing(self, stem: str) -> list[Path]:
         """Return the files of a sample set; none if a killed run has not finished it."""
         return [] if any(self.unfinished.glob(f"{stem}.*")) else sorted(self.folder.glob(f"{stem}.*"))
-
-    def _write_again_if_interrupted(self, recipe: Generates, samples: Tensor, stem: str) -> list[Path]:
-        try:
-            return self._write(recipe, samples, stem)
-        except RuntimeError as error:  # torch raises it wherever this process is when a loader's worker is killed
-            if "DataLoader worker" not in str(error):
-                raise
-            return self._write(recipe, samples, stem)
 
     def _write(self, recipe: Generates, samples: Tensor, stem: str) -> list[Path]:
         shutil.rmtree(self.unfinished, ignore_errors=True)
@@ -132,3 +126,16 @@ class Sampler:
             if number.isdigit() and int(number) > step and path.is_file():
                 with suppress(OSError):
                     path.unlink()
+
+
+def _despite_worker(act: Callable[[], Made]) -> Made:
+    """Return what `act` returns; it is done again if the end of a loader's worker has interrupted it.
+
+    Torch raises that error wherever the process is. On several ranks `act` raises it on all of them.
+    """
+    try:
+        return act()
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        return act()

@@ -192,17 +192,18 @@ def test_samples_may_be_integers_and_any_files_anywhere(tmp_path: Path) -> None:
     assert "is off" not in (log := (tmp_path / "run/log.txt").read_text()) and "could not be written" not in log
 
 
-def test_samples_interrupted_by_the_end_of_a_loader_worker_are_written(tmp_path: Path) -> None:
-    """Torch raises it wherever the process is; here while the first file is written."""
+@pytest.mark.parametrize("method", ["sample", "save_samples"])
+def test_samples_interrupted_by_the_end_of_a_loader_worker_are_made_again(tmp_path: Path, method: str) -> None:
+    """Torch raises it wherever the process is."""
     run = trainer(World(), "Generating", [*FLAGS, "--sample_every", "8", "--out", str(tmp_path)])
-    save, died = run.recipe.save_samples, list[int]()
+    made, died = getattr(run.recipe, method), list[int]()
 
-    def interrupted(*arguments: Any) -> list[Path]:
+    def interrupted(*arguments: Any, **settings: Any) -> Any:
         if not died:
             died.append(1)
             raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Hangup. ")
-        return save(*arguments)
+        return made(*arguments, **settings)
 
-    run.recipe.save_samples = interrupted  # type: ignore[method-assign]
+    setattr(run.recipe, method, interrupted)
     outcome = run.fit()
     assert died and len(outcome.files) == 8 and run.sampler.failures == 0
