@@ -45,13 +45,12 @@ def main() -> None:
         "folder": str(Path.cwd()),
         "port": os.environ.get("LOCKSTEP_PORT", "29531"),
     }
-    result = TorchTrainer(
+    TorchTrainer(
         train_loop,
         train_loop_config=settings,
         scaling_config=ScalingConfig(num_workers=int(workers), use_gpu=on_gpu),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
     ).fit()
-    print(result.metrics)
 
 
 if __name__ == "__main__":
