@@ -2,6 +2,7 @@
 # make test         everything; make test-quick: what takes seconds
 # make zoo          what the audit finds in scripts with bugs and without
 # make lint         format, lint, types
+# make docs         the site of docs/, in build/site; mkdocs-material gets an environment of its own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo auto || echo 2)
 
 PYTEST ?= --numprocesses 3 --dist load --maxschedchunk 1
 
-.PHONY: setup train test test-quick zoo lint format clean
+.PHONY: setup train test test-quick zoo lint format docs clean
 
 setup: $(READY)
 
@@ -40,6 +41,14 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: build/.docs-ready
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --clean --quiet
+
+build/.docs-ready: pyproject.toml
+	$(PYTHON) -m venv build/docs-venv
+	build/docs-venv/bin/python -m pip install --quiet $$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
