@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import ROOT
@@ -35,25 +36,28 @@ def test_paths_in_the_pages_for_assistants_exist(name: str) -> None:
     assert [path for path in paths if not (ROOT / path).exists() and not (ROOT / "lockstep" / path).exists()] == []
 
 
-def test_links_out_of_docs_become_text_or_links_into_the_repository() -> None:
-    spec = importlib.util.spec_from_file_location("repository_links", DOCS / "repository_links.py")
+def on_page(markdown: str, repository: str = "") -> str:
+    """Return what the hook of the site makes of a page of docs/zh."""
+    spec = importlib.util.spec_from_file_location("site_hook", DOCS / "site_hook.py")
     assert spec is not None and spec.loader is not None
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="zh/index.md"))
+    return str(hook.on_page_markdown(markdown, page, SimpleNamespace(repo_url=repository)))
 
-    class Page:
-        class file:  # noqa: N801
-            src_uri = "zh/index.md"
 
-    class Config:
-        repo_url = ""
-
+def test_links_out_of_docs_become_text_or_links_into_the_repository() -> None:
     markdown = "[a](../run.md) [b](../../deploy/README.md#x)"
-    assert hook.on_page_markdown(markdown, Page, Config) == "[a](../run.md) b"
-    Config.repo_url = "https://host/lockstep/"
-    assert hook.on_page_markdown(markdown, Page, Config).endswith(
-        "[b](https://host/lockstep/blob/main/deploy/README.md)"
-    )
+    assert on_page(markdown) == "[a](../run.md) b"
+    linked = on_page(markdown, "https://host/lockstep/")
+    assert linked == "[a](../run.md) [b](https://host/lockstep/blob/main/deploy/README.md)"
+
+
+def test_tables_and_lists_are_set_off_from_what_is_before_them_but_not_in_code() -> None:
+    assert on_page("text\n| a |\n|---|\n| b |") == "text\n\n| a |\n|---|\n| b |"
+    assert on_page("```\nx\n```\n| a |") == "```\nx\n```\n\n| a |"
+    assert on_page("text\n- one\n- two\n1. three") == "text\n\n- one\n- two\n1. three"
+    assert on_page("```\nx\n| a |\n- b\n```") == "```\nx\n| a |\n- b\n```"
 
 
 @pytest.mark.slow
@@ -62,4 +66,6 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
         pytest.skip("mkdocs-material is not installed: make docs")
     words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     subprocess.run(words, cwd=ROOT, check=True)
-    assert (tmp_path / "index.html").is_file() and (tmp_path / "zh/index.html").is_file()
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    assert [page.name for page in pages if re.search(r"<p>(\||- )|\|---", page.read_text(encoding="utf-8"))] == []
