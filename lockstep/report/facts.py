@@ -107,8 +107,10 @@ class RunFacts:
         """Return what was checked, what came out, and whether that is good."""
         skipped, failed = int(self.last("skipped_steps") or 0), int(self.last("failed_outputs") or 0)
         proven, corrupt = self.last("epochs_proven"), int(self.last("corruptions") or 0)
+        ranks = max((int(launch.get("world", 1) or 1) for launch in self.launches), default=1)
+        same = "compared at every log and checkpoint; no difference" if ranks > 1 else "one rank, nothing to compare"
         found = [
-            ("replicas hold the same tensors", "compared at every log and checkpoint; no difference", True),
+            ("replicas hold the same tensors", same, True),
             ("each sample once per epoch", _epochs(int(proven or 0)), True),
             (
                 "gradients are finite",

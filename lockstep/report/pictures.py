@@ -32,7 +32,8 @@ def sample_pictures(folder: Path, limit: int = LIMIT) -> tuple[dict[str, list[Pi
     sets: dict[str, list[tuple[int, Path]]] = {}
     for path in sorted((folder / "samples").glob("step-*")):
         if found := _NAME.fullmatch(path.name):
-            sets.setdefault(found[2], []).append((int(found[1]), path))
+            moving = " (animated)" if path.suffix.lower() == ".gif" else ""
+            sets.setdefault(found[2] + moving, []).append((int(found[1]), path))
     each = limit // max(1, len(sets))
     shown = {name: _fitting(files, each) for name, files in sets.items()}
     left_out = sum(map(len, sets.values())) - sum(map(len, shown.values()))
