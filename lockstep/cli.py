@@ -71,6 +71,10 @@ def exit_with(command: Callable[[], int]) -> None:
         _report(error)
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError as error:
+        status = 141  # as a shell reports SIGPIPE: `| head` has read enough
+        if "RANK" in os.environ:  # of another rank, perhaps
+            _print_once(_explain(error))
     except SystemExit as end:  # the parser of flags, which has printed on rank 0
         status = end.code if isinstance(end.code, int) else 1
         if status and _first_to_fail():

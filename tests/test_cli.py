@@ -129,3 +129,16 @@ def test_the_public_names_are_there_though_they_are_imported_late() -> None:
     assert all(getattr(lockstep, name) is not None for name in lockstep.__all__)
     with pytest.raises(AttributeError, match="no attribute 'fitt'"):
         _ = lockstep.fitt  # type: ignore[attr-defined]
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    script = "from lockstep.cli import exit_with\nexit_with(lambda: [print('x' * 80) for _ in range(10_000)] and 0)"
+    command = f'{sys.executable} -c "{script}" | head -1; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", command.replace("\\n", "\n")],
+        env=environment(real=True),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 141 and not done.stderr, done.stderr
