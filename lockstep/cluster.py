@@ -11,7 +11,8 @@ from collections.abc import Mapping, MutableMapping
 from typing import NoReturn
 
 PORTS = range(20000, 32000)
-"""A job's port is one of these, by its number: jobs that share a node get different ones. Kernels hand out others."""
+"""A step's port is one of these, by its number and its job's: those that share a node get different ones. Kernels
+hand out others to connections."""
 
 
 def adopt(environment: MutableMapping[str, str], nproc: str) -> None:
@@ -33,7 +34,7 @@ def adopt(environment: MutableMapping[str, str], nproc: str) -> None:
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a task of a job step."""
     first = first_host(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"])
-    port = PORTS[int(environment["SLURM_JOB_ID"]) % len(PORTS)]
+    port = PORTS[(int(environment["SLURM_JOB_ID"]) + 1009 * int(environment["SLURM_STEP_ID"])) % len(PORTS)]
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
@@ -46,11 +47,10 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(nodes: str) -> str:
     """Return the first host of SLURM's short form of a list: `gpu[03-05,09],login1` is gpu03."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    if found is None:
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)  # up to a comma that is not within brackets
+    if first is None:
         raise ValueError(f"SLURM's list of nodes cannot be read: {nodes!r}; set MASTER_ADDR to the first node")
-    prefix, number, suffix = found.groups()
-    return prefix + (number or "") + (suffix or "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def _tasks_on_node(environment: Mapping[str, str]) -> int:

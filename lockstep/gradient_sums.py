@@ -69,6 +69,8 @@ class GradientSums:
     def __init__(self, parameters: Iterable[nn.Parameter], world: World):
         self.parameters, self.world = list(dict.fromkeys(parameters)), world
         self._running, self._started, self._sent, self._sync = False, False, 0, True
+        self._wanted: set[nn.Parameter] | None = None
+        """The parameters that have a gradient on any rank in this step, once that is known."""
         self.on_ready: Callable[[], None] = lambda: None
         """Called whenever a bucket is ready to be summed."""
         self.buckets = self._cut() if world.size > 1 else []
@@ -97,12 +99,14 @@ class GradientSums:
     def backward(self, loss: Tensor) -> None:
         """Run backward; each gradient is then the sum of all ranks', None where no rank has one."""
         if not self._sync or self.world.size == 1:
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             return
         self._start()
         self._running = True
         try:
-            loss.backward()
+            if loss.requires_grad:  # else this rank has nothing to add
+                loss.backward()
         finally:
             self._running = False
         self._finish()
@@ -130,14 +134,18 @@ class GradientSums:
     def _start(self) -> None:
         for bucket in self.buckets:
             bucket.start()
-        self._started, self._sent = True, 0
+        self._started, self._sent, self._wanted = True, 0, None
 
     def _finish(self, integers: bool = False) -> None:
-        wanted = self._with_gradient()
-        for bucket in self.buckets[self._sent :]:
+        if self._wanted is None:  # else memory has run out in the middle of this, and `release` goes on with it
+            self._wanted = self._with_gradient()
+        wanted = self._wanted
+        while self._sent < len(self.buckets):
+            bucket = self.buckets[self._sent]
             if not wanted.isdisjoint(bucket.parameters):
                 self.on_ready()
                 bucket.send(integers)
+            self._sent += 1
         for bucket in self.buckets:
             if bucket.sent is not None:
                 bucket.receive(wanted)

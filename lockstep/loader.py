@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from .activity import START_UP
 from .batching import Batching, MicroBatch, Position
 from .distributed import World
 from .recipe import Augments, Recipe
@@ -222,6 +223,9 @@ class Loader:
         self._copy_stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self._prefetched: MicroBatch | None = None
         self._activity = world.activity
+        if isinstance(source, Reader):
+            with world.activity.during(START_UP):  # a resumed run reads all that comes before, however long it takes
+                self._prefetched = self._fetch()
 
     def step(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the next step."""

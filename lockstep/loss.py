@@ -200,8 +200,10 @@ class Normalizer:
             return None
         weights, self._weights = self._weights, {}
         if self.tiles:
-            return (self.global_batch / self._sum_tiles(weights, self.tiles)).to(self.dtype)
-        return self.global_batch / self.world.sum(torch.stack(list(weights.values())).to(self.dtype).sum())
+            factor = (self.global_batch / self._sum_tiles(weights, self.tiles)).to(self.dtype)
+        else:
+            factor = self.global_batch / self.world.sum(torch.stack(list(weights.values())).to(self.dtype).sum())
+        return torch.where(torch.isinf(factor), 0.0, factor)  # no element in the whole global batch: a sum of nothing
 
     def reset(self) -> None:
         """Drop the weights of a step that is not taken."""

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from .optim import Update
 from .provenance import launch_facts, launches_of
 from .recipe import Describes
 from .registry import file_of, spec_of
-from .rundir import read_receipt
+from .rundir import RunDir, read_receipt
 from .setup import Setup
 from .state import TrainState
 from .trackers import Screen
@@ -69,6 +70,7 @@ def make_receipt(setup: Setup, state: TrainState, data: dict[str, list[str]], gr
         "global_batch": setup.batching.global_batch,
         "tiles": setup.batching.tiles,
         "n_steps": setup.batching.n_steps,
+        "run_id": _run_id(run_dir),
         "launch_ids": run_dir.launch_ids,
         "launches": launches_of(
             before, launch_facts(setup.world, request, state.progress.step, run_dir.resume_from, data)
@@ -79,6 +81,14 @@ def make_receipt(setup: Setup, state: TrainState, data: dict[str, list[str]], gr
     notes = [*run_dir.notes, *_resume_notes(run_dir.resume_from, facts), *broken]
     rows = _rows(setup, state, gradients)
     return Receipt(facts, rows, [*notes, *_notes(setup, state.model, state.update.own_optimizer)])
+
+
+def _run_id(run_dir: RunDir) -> str:
+    """Return by which name services such as W&B know the run: kept when it is resumed, and nobody else's."""
+    before = read_receipt(run_dir.path) if run_dir.resumes_own_run else {}
+    if before and "run_id" not in before:  # a run of an older version was known by its folder
+        return "".join(c if c.isalnum() else "-" for c in str(run_dir.path))[-60:]
+    return str(before.get("run_id") or uuid.uuid4().hex)
 
 
 def _resume_notes(resume_from: Path | None, facts: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """What the settings become on this rank: recipe, data, model, optimizer, precision; built once, before step 1."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from .loader import size_of
 from .loss import Normalizer, Objective
 from .optim import Ema
 from .precision import Precision
-from .recipe import Alternates, Generates, Recipe, Schedules, SeveralTerms
+from .recipe import AfterStep, Alternates, Generates, Recipe, Schedules, SeveralTerms
 from .rundir import RunDir
 from .sharding import FullySharded, Shares
 from .sharding.blocks import recompute
@@ -94,6 +94,13 @@ class Setup:
     def normalizer(self) -> Normalizer:
         term_counts = self.recipe.term_counts if isinstance(self.recipe, SeveralTerms) else None
         return Normalizer(term_counts, self.world, self.batching, self.config.data.seed, self.precision.dtype)
+
+    def after_step(self) -> Callable[[nn.Module], None] | None:
+        """Return what the recipe does to the model after each update, if anything."""
+        if not isinstance(self.recipe, AfterStep):
+            return None
+        change = torch.no_grad()(self.recipe.after_step)
+        return self.fully.following(change) if self.fully else change
 
     def facts(self, own_optimizer: bool) -> RunFacts:
         has_validation_set = self.validation is not None

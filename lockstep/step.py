@@ -19,7 +19,7 @@ from .hashing import GOLDEN_GAMMA
 from .loss import ExactLossSums, Finished, LossSums, Objective, sums_and_weights
 from .outcome import OutOfMemory
 from .parallel import Replica, Tiles, Wire, explain
-from .recipe import AfterStep, Alternates
+from .recipe import Alternates
 from .rng import seed_generators
 from .setup import Setup, sum_exactly
 from .state import TrainState
@@ -61,7 +61,7 @@ class TrainStep:
         self.loss_sums = ExactLossSums() if setup.config.hardware.exact else LossSums()
         self.samples_used: list[Slice] = []
         """Since the last check of the ledger."""
-        self.after_step = torch.no_grad()(setup.recipe.after_step) if isinstance(setup.recipe, AfterStep) else None
+        self.after_step = setup.after_step()
         self.unkeyed_draws: list[str] = []
         """What is to be said about random numbers that the loss does not take from `rng`; known with several ranks."""
         self._unconfirmed: tuple[int, list[MicroBatch], list[Finished]] | None = None
@@ -165,7 +165,7 @@ class TrainStep:
         finished = self._accumulate_gradients(step, batches)
         agreed = self._agree(OUT_OF_MEMORY if finished is None else stop_request)
         if finished is None or agreed == OUT_OF_MEMORY:
-            finished = None  # frees its memory
+            finished, batches = None, iter(())  # frees the memory of the one, and the loader that the other holds
             return self._redo_with_smaller_micro_batches(stop_request)
         if self.world.size > 1:
             self.times.gradients_summed()
@@ -212,11 +212,12 @@ class TrainStep:
         if self.turns is not None:
             turn = self.start_turn(step)
         uses_up = (step + 1) % self.setup.batching.steps_per_batch == 0
-        tiles = None if repeated else self.tiles
+        tiles, counted = None if repeated else self.tiles, False
         if tiles is not None:
             tiles.start_step()
         try:
             batches, per_sample = self.normalizer.count_terms(batches, local=repeated)
+            counted = True
             if not repeated:
                 self._per_sample = per_sample
             for micro in batches:
@@ -240,6 +241,8 @@ class TrainStep:
         except torch.OutOfMemoryError:
             if self.setup.sync_bn:
                 raise  # other ranks wait in the middle of a forward pass: no agreement is possible there
+            if not counted and self.world.size > 1 and not repeated:  # they wait for this rank's counts
+                raise OutOfMemory("no memory for the micro-batches of a step; use a smaller --batch_size") from None
             if self.setup.fully:  # the same
                 raise OutOfMemory(
                     f"rank {self.world.rank} has not enough memory for step {step + 1}; resume with a smaller "

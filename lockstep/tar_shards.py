@@ -118,12 +118,13 @@ def _stamp(path: Path) -> list[int]:
 
 def _scan(path: Path) -> Iterator[list[int]]:
     """Yield the first byte and the length of each sample of a shard; only headers are read."""
-    before, first, end = "", 0, 0
+    before, first, end, last = "", 0, 0, 0
     seen = set[int]()
     try:
         with tarfile.open(path, mode="r:") as members:
             for member in members:
                 members.members.clear()  # type: ignore[attr-defined]  # tarfile keeps all of them otherwise
+                last = member.offset_data + (-(-member.size // _BLOCK) * _BLOCK if member.isfile() else 0)
                 if not member.isfile():
                     continue
                 key, _ = _key_and_field(member.name)
@@ -140,8 +141,22 @@ def _scan(path: Path) -> Iterator[list[int]]:
             f"{path} is no tar file that can be indexed ({error}); a compressed one must be unpacked first, as its "
             "samples cannot be read one by one"
         ) from None
+    _check_end(path, last, before)
     if end > first:
         yield [first, end - first]
+
+
+def _check_end(path: Path, end: int, last_sample: str) -> None:
+    """Raise a ValueError unless only the end of an archive follows: tarfile ends silently at a damaged header."""
+    with path.open("rb") as file:
+        file.seek(end)
+        rest = file.read(len(_END))
+        if rest == _END and not any(any(piece) for piece in iter(lambda: file.read(1 << 20), b"")):
+            return
+    raise ValueError(
+        f"{path} does not end after sample {last_sample} (byte {end}) as an archive does: it is damaged or cut off, or "
+        "several archives were put into one file; write it anew"
+    )
 
 
 def _key_and_field(name: str) -> tuple[str, str]:

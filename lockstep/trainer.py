@@ -159,7 +159,8 @@ class Trainer:
         console = trackers.Console(self.setup.batching.n_steps, step, load=partial(load_text, self.world.device))
         self.trackers = trackers.Trackers({"the console": lambda: console})  # for messages about the others
         settings, same = request.flat(), self._same_in_validation
-        makers = trackers.for_run(self.config.run, self.folder, console, settings, resumed, same)
+        run_id = receipt.facts["run_id"]
+        makers = trackers.for_run(self.config.run, self.folder, console, settings, resumed, same, run_id)
         self.trackers = trackers.Trackers(makers, self.say)
         self._record(f"step {step} of {self.setup.batching.n_steps}, {self.world.size} rank(s)")
         for note in receipt.notes:
@@ -320,8 +321,9 @@ class Trainer:
 
     def _save_at_end(self, final: bool) -> None:
         """Save, with a second try; if that fails too, the run has failed on all ranks."""
-        failure = None
+        failure, best = None, self.progress.new_best
         for _ in range(2):
+            self.progress.new_best = best  # also of the second try
             self._save(final)
             if self.world.is_main:
                 self.checkpoints.wait()

@@ -92,3 +92,23 @@ def test_a_bad_step_is_said_also_if_the_run_is_stopped_before_its_next_log(tmp_p
     run.train_step = stopped_at_5  # type: ignore[method-assign]
     assert run.fit().stopped_by == "SIGTERM"
     assert "the gradient was not finite at step 3: 1 of 5 steps skipped so far" in (tmp_path / "log.txt").read_text()
+
+
+class Unlabelled(tiny.Plain):
+    """One sample in eight has a label: some global batches have none."""
+
+    name = "unlabelled"
+
+    def loss(self, model: torch.nn.Module, batch: dict[str, Tensor], rng: lockstep.Rng) -> lockstep.Loss:
+        labelled = (batch["x"][:, 0] > 1.15).to(batch["x"].dtype)
+        error = (model(batch["x"]) - batch["y"]).square().mean(1)
+        return lockstep.Loss((labelled * error).sum(), labelled.sum())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_batch_without_any_label_is_a_sum_of_nothing(tmp_path: Path, exact: bool) -> None:
+    settings = FLAGS | {"batch_size": 1, "global_batch_size": 2, "exact": exact}
+    outcome = lockstep.fit(Unlabelled, n_steps=30, out=str(tmp_path / "run"), **settings)
+    labelled = sum(Unlabelled().dataset("train")[i]["x"][0] > 1.15 for i in range(64))
+    assert 0 < labelled < 20
+    assert outcome.step == 30 and "not finite" not in (tmp_path / "run/log.txt").read_text()

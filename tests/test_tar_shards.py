@@ -69,3 +69,21 @@ def test_what_cannot_be_indexed_is_said(tmp_path: Path) -> None:
             shard.addfile(tarfile.TarInfo(name))
     with pytest.raises(ValueError, match="the files of sample 1 in two places"):
         TarShards([tmp_path / "mixed.tar"])
+
+
+def test_a_shard_that_is_damaged_or_cut_off_is_refused_rather_than_shortened(tmp_path: Path) -> None:
+    """tarfile itself ends silently at a header that is wrong, and at the end of a file."""
+    whole = write(tmp_path / "whole.tar", numbered(0, 10)).read_bytes()
+    header = whole.index(b"0004.txt")
+    (tmp_path / "flipped.tar").write_bytes(whole[: header + 100] + b"\xff" + whole[header + 101 :])
+    (tmp_path / "cut.tar").write_bytes(whole[:header])
+    (tmp_path / "two.tar").write_bytes(whole + whole)
+    for name in ("flipped", "cut", "two"):
+        with pytest.raises(ValueError, match=rf"{name}\.tar does not end after sample 000\d .* damaged or cut off"):
+            TarShards([tmp_path / f"{name}.tar"])
+    with tarfile.open(tmp_path / "folder_last.tar", "w") as shard:
+        for name, kind in (("0.txt", tarfile.REGTYPE), ("folder", tarfile.DIRTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type = kind
+            shard.addfile(member)
+    assert len(TarShards([tmp_path / "folder_last.tar"])) == 1

@@ -26,7 +26,7 @@ from lockstep.trackers import Console, MLflow, Trackers, Trackio, for_run
 def test_the_services_of_a_run(settings: dict[str, object], services: list[str], tmp_path: Path) -> None:
     run = Run(**settings)  # type: ignore[arg-type]
     assert run.services() == services
-    makers = for_run(run, tmp_path, Console(1, file=None, terminal=False), {}, None, lambda _: True)
+    makers = for_run(run, tmp_path, Console(1, file=None, terminal=False), {}, None, lambda _: True, "id")
     assert len(makers) == 4 + len(services)  # console, metrics.jsonl, curves.png, report.html
 
 
@@ -44,7 +44,9 @@ def test_a_package_that_is_missing_is_named_with_the_extra(
     monkeypatch.setitem(__import__("sys").modules, service, None)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     said = list[str]()
-    makers = for_run(Run(track=service), tmp_path, Console(1, file=None, terminal=False), {}, None, lambda _: True)
+    makers = for_run(
+        Run(track=service), tmp_path, Console(1, file=None, terminal=False), {}, None, lambda _: True, "id"
+    )
     Trackers({name: make for name, make in makers.items() if name in ("MLflow", "Trackio")}, said.append)
     assert len(said) == 1 and "is off" in said[0] and f"pip install 'lockstep-train[{service}]'" in said[0]
 

@@ -5,7 +5,7 @@ after. The root is the objective, so that all of a recipe's loss runs within it,
 What a rank keeps are plain tensors, its rows: optimizer, averages and checkpoints do not know of DTensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -224,6 +224,18 @@ class FullySharded:
         whole = tensor.new_empty(size * self.world.size, *shape[1:])
         _ALL_GATHER(whole, padded)
         return whole[: shape[0]]
+
+    def following(self, change: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        """Return `change`, after which the tensors that are also kept whole have what it has written to the rows."""
+
+        @torch.no_grad()
+        def changed(model: nn.Module) -> None:
+            change(model)
+            for parameter, own in self._rows.items():
+                if own in self._whole_ones:
+                    own.copy_(self._join(local(parameter.detach()), parameter.shape))
+
+        return changed
 
     def _is_whole(self, name: str) -> bool:
         """Return whether a tensor is a parameter, or its state, that all ranks update whole."""

@@ -46,11 +46,12 @@ def for_run(
     settings: Mapping[str, Any],
     resumed: int | None,
     same_in_validation: Callable[[str], bool],
+    run_id: str,
 ) -> dict[str, Callable[[], Tracker]]:
     """Return, by name, how to make each tracker that a run's settings ask for.
 
     `resumed` is the step it resumes at; `same_in_validation(name)`: whether a value of training and of validation are
-    the same quantity.
+    the same quantity. `run_id`: by which services know the run when it is resumed.
     """
     makers: dict[str, Callable[[], Tracker]] = {
         "the console": lambda: console,
@@ -61,7 +62,6 @@ def for_run(
     if run.report:
         makers["report.html"] = lambda: Report(folder, same_in_validation)
     project, name = run.wandb_project, run.wandb_name or folder.name
-    run_id = "".join(c if c.isalnum() else "-" for c in str(folder))[-60:]  # the same when the run is resumed
     events = Path(run.logdir) if run.logdir else folder / "tensorboard"
     services: dict[str, tuple[str, Callable[[], Tracker]]] = {
         "tensorboard": ("TensorBoard", lambda: TensorBoard(events, resumed)),

@@ -105,6 +105,7 @@ def test_the_variables_of_a_task_become_those_of_torchrun() -> None:
         "RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu03",
         "MASTER_PORT": str(20000 + 12345 % 12000),
     }  # fmt: skip
+    assert from_slurm(STEP | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] != found["MASTER_PORT"], "steps of one job"
     uneven = STEP | {"SLURM_STEP_TASKS_PER_NODE": "4,1(x2)", "SLURM_NODEID": "0"}
     assert from_slurm(uneven)["LOCAL_WORLD_SIZE"] == "4"
     assert from_slurm(STEP | {"MASTER_ADDR": "head", "MASTER_PORT": "7"})["MASTER_ADDR"] == "head"
@@ -112,7 +113,13 @@ def test_the_variables_of_a_task_become_those_of_torchrun() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("gpu1", "gpu1"), ("gpu[003-005,009]", "gpu003"), ("a1,b2", "a1"), ("n[7,9]-ib,x", "n7-ib")],
+    [
+        ("gpu1", "gpu1"),
+        ("gpu[003-005,009]", "gpu003"),
+        ("a1,b2", "a1"),
+        ("n[7,9]-ib,x", "n7-ib"),
+        ("r[1-2]n[3,5],y", "r1n3"),
+    ],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine import lines, trainer_for
+from safetensors.torch import load_file
 from tiny import Tiny
 from torch import Tensor, nn
 
@@ -90,3 +91,14 @@ def stopped_after(step: int, flags: list[str]) -> int:
 
     run.train_step = stop_at_last  # type: ignore[method-assign]
     return run.fit().step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["optimizer", "full"])
+def test_a_teacher_follows_in_a_sharded_exact_run_to_the_bit(ranks, tmp_path: Path, shard: str) -> None:
+    """Small tensors, which --shard full keeps whole on every rank too, must get what after_step writes."""
+    flags = [*FLAGS, "--exact", "--lr", "0.05"]
+    ranks(2)(fitted, [*flags, "--out", str(tmp_path / "none")])
+    ranks(2)(fitted, [*flags, "--shard", shard, "--out", str(tmp_path / shard)])
+    plain, sharded = (load_file(tmp_path / kind / "model.safetensors") for kind in ("none", shard))
+    assert [name for name in plain if not torch.equal(plain[name], sharded[name])] == []

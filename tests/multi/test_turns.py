@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.distributed import RunFailed, World
 from lockstep.flags import parse
+from lockstep.gradient_sums import Bucket
 from lockstep.trainer import Trainer
 from multi import gan
 from multi.test_launch import run as run_command
@@ -154,6 +155,33 @@ def test_too_little_memory_on_one_rank_makes_smaller_pieces(ranks, tmp_path: Pat
     flags = ["--precision", "fp64", "--global_batch_size", "14", "--find_unused_parameters"]
     alone = fitted(World(), kind, [*flags, "--out", str(tmp_path / "1")])
     for state in ranks(2)(starved, kind, [*flags, "--out", str(tmp_path / "2")]):
+        assert_close(alone, state)
+    assert "out of memory at step 6" in (tmp_path / "2/log.txt").read_text()
+
+
+def starved_while_sending(world: World, flags: list[str]) -> State:
+    """In step 6 the last rank's memory does not suffice for a bucket that is sent when backward is over."""
+    trainer, send, failed = made("Branches", flags, world), Bucket.send, list[int]()
+
+    def tight(bucket: Bucket, integers: bool = False) -> None:
+        if trainer.progress.step == 5 and world.rank == world.size - 1 and bucket.waiting and not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("injected")
+        send(bucket, integers)
+
+    Bucket.send = tight  # type: ignore[method-assign]
+    try:
+        trainer.fit()
+    finally:
+        Bucket.send = send  # type: ignore[method-assign]
+    assert failed or world.rank < world.size - 1
+    return state_of(trainer)
+
+
+def test_too_little_memory_for_a_sum_is_agreed_on(ranks, tmp_path: Path) -> None:
+    flags = ["--precision", "fp64", "--global_batch_size", "14", "--find_unused_parameters"]
+    alone = fitted(World(), "Branches", [*flags, "--out", str(tmp_path / "1")])
+    for state in ranks(2)(starved_while_sending, [*flags, "--out", str(tmp_path / "2")]):
         assert_close(alone, state)
     assert "out of memory at step 6" in (tmp_path / "2/log.txt").read_text()
 
