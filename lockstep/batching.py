@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .config import Data
+from .outcome import OutOfMemory
 from .stream import Slice
 
 
@@ -106,12 +107,21 @@ class Batching:
         return range(rank * self.accumulation, (rank + 1) * self.accumulation)
 
     def halved(self) -> "Batching":
-        """Return the same global batch cut into micro-batches of half the size."""
+        """Return the same global batch cut into micro-batches of half the size, as memory did not suffice for these."""
+        if self.micro_batch == 1:
+            raise OutOfMemory("there is not enough memory for a single sample; use a smaller model or input")
         if self.tiles:
             return self.in_tiles(min(2 * self.tiles, self.global_batch))
         micro_batch = -(-self.micro_batch // 2)
         share = -(-self.global_batch // self.world)
         return replace(self, micro_batch=micro_batch, accumulation=-(-share // micro_batch))
+
+    def describe_halving(self, before: "Batching", step: int) -> str:
+        """Return what is said when micro-batches become smaller at a step."""
+        return (
+            f"out of memory at step {step}: micro-batch {before.micro_batch} -> {self.micro_batch}, "
+            f"accumulation {before.accumulation} -> {self.accumulation}; the global batch stays {self.global_batch}"
+        )
 
     @property
     def divides_evenly(self) -> bool:

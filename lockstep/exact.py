@@ -144,6 +144,15 @@ def environment(world: World) -> dict[str, str]:
     return found | {"CPU": torch.backends.cpu.get_cpu_capability()}
 
 
+def compare_environments(tiles: int, own: dict[str, str], world: World) -> tuple[Exactness, list[str]]:
+    """Return a record of what breaks an exact run, and in what the ranks' environments differ."""
+    ranks = world.broadcast(world.gather(own))
+    exactness, different = Exactness(tiles, own), [n for n in own if len({r[n] for r in ranks}) > 1]
+    if different:
+        exactness.record(f"ranks differ in {', '.join(different)}")
+    return exactness, different
+
+
 class Observer(Protocol):
     """What is told of the gradients of a step on their way into the sums."""
 

@@ -1,12 +1,17 @@
 """The data of a loop of one's own: this rank's micro-batches, the position in the data set, and the samples used."""
 
-from collections.abc import Callable, Iterator, Mapping
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
+
+import torch
 
 from .batching import Batching, MicroBatch, Position
 from .config import Data
 from .distributed import World
 from .evaluate import samples_of
+from .exact import Exactness
 from .loader import Fetch, Loader, Preparation, Reader, is_iterable, requests, size_of
 from .rng import Rng, seed_generators
 from .stream import Slice, Stream
@@ -22,6 +27,8 @@ class Feed:
         self.facts: dict[str, Any] = {"seed": seed}
         """What determines the order of the samples; and, of an iterable set, where the next step begins."""
         self.batching: Batching | None = None
+        self.exactness: Exactness | None = None
+        """Of an exact run: the tiles that a global batch is cut into, and what has broken it."""
         self.micro: MicroBatch | None = None
         """The micro-batch in hand."""
         self.ledger, self.data_watch = Ledger(0), DataWatch(world, {}, seed)
@@ -29,27 +36,55 @@ class Feed:
         """Samples of steps that were done since the last check."""
         self._in_hand: list[Slice] = []
         self._resumed_ledger: dict[str, Any] = {}
+        self._load: Callable[[int], Loader] | None = None
+        """Return what loads the micro-batches from a step on, as they are cut now."""
 
-    def open(
-        self, dataset: Any, length: Data, preparation: Preparation, workers: int | None, step: int
-    ) -> tuple[Loader, Batching]:
-        """Return what loads micro-batches from `step` on, and how they are cut."""
+    def open(self, dataset: Any, length: Data, preparation: Preparation, workers: int | None, step: int) -> Batching:
+        """Begin to load micro-batches from `step` on; return how they are cut."""
         iterable = is_iterable(dataset)
         if (length.n_steps is None) == (length.epochs is None):
             raise ValueError("say how long to train: n_steps or epochs, one of the two")
         global_batch = length.global_batch_size or length.batch_size
         if (size := size_of(dataset)) is None and length.n_steps is None:
             raise ValueError("an iterable data set has no known length: say how long to train by n_steps")
-        batching = self.batching = Batching.plan(length, size, self.world.size)
+        self.batching = self._plan(length, size)
         self.continue_with({"global_batch": global_batch, "dataset": size})
         self._watch(samples_of(dataset), size or 0)
-        if iterable:
+        self._load = partial(self._open_loader, dataset, preparation, workers, None if iterable else size)
+        self.loader = self._load(step)
+        return self.batching
+
+    def _plan(self, length: Data, size: int | None) -> Batching:
+        batching = Batching.plan(length, size, self.world.size)
+        if self.exactness is None:
+            return batching
+        self.exactness.tiles = self.exactness.tiles or -(-batching.global_batch // length.batch_size)
+        return batching.in_tiles(self.exactness.tiles)
+
+    def _open_loader(
+        self, dataset: Any, preparation: Preparation, workers: int | None, size: int | None, step: int
+    ) -> Loader:
+        batching = self.batching
+        assert batching is not None
+        if size is None:
             first = Position(*self.facts.get("next_item", ()))
             reader = Reader(dataset, preparation, batching, self.world.rank, first, digest)
-            return Loader(reader, self.world, workers), batching
-        assert size is not None
-        wanted = requests(Stream(size, global_batch, self.seed), self.world, batching, step)
-        return Loader(Fetch(dataset, preparation), self.world, workers, requests=wanted), batching
+            return Loader(reader, self.world, workers)
+        wanted = requests(Stream(size, batching.global_batch, self.seed), self.world, batching, step)
+        return Loader(Fetch(dataset, preparation), self.world, workers, requests=wanted)
+
+    def halve(self, step: int) -> None:
+        """Load the step anew in micro-batches of half the size, as memory did not suffice on some rank."""
+        assert self.batching is not None and self._load is not None
+        before, self.batching = self.batching, self.batching.halved()
+        self.say(self.batching.describe_halving(before, step + 1))
+        if self.exactness is not None:
+            self.exactness.cut_tiles(self.batching.tiles or 1, step + 1)
+        del self.loader
+        gc.collect()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.loader = self._load(step)
 
     def continue_with(self, facts: dict[str, Any]) -> None:
         """Check that these are those that the run began with, if it has any."""
@@ -72,16 +107,16 @@ class Feed:
         for note in self.data_watch.compare_splits():
             self.say(note)
 
-    def micro_batches(self, loader: Loader, step: int) -> Iterator[Any]:
-        """Yield the batch of each of this rank's micro-batches of a step."""
+    def take(self, micro_batches: Iterable[MicroBatch], step: int) -> Iterator[MicroBatch]:
+        """Yield those micro-batches of a step that have samples, each with its randomness."""
         self._in_hand = []
-        for micro in loader.step():
+        for micro in micro_batches:
             self.micro = micro
             self._in_hand.append(micro.samples)
             if len(micro.indices):  # there may be more micro-batches than samples on this rank; the last has some
                 # For dropout alone, all else is keyed: by step and micro-batch, so that it is the same when resumed.
                 seed_generators((self.seed * 1_000_003 + step) * 65_537 + micro.number, self.world.device)
-                yield micro.batch
+                yield micro
 
     @property
     def rng(self) -> Rng:
@@ -103,3 +138,34 @@ class Feed:
         own, self.facts = self.facts, dict(state["facts"])
         self.continue_with(own)
         self._resumed_ledger = state["ledger"]
+
+
+class Step(Iterator[Any]):
+    """One step of a loop: an iterator over this rank's micro-batches. `run.accumulate` may go through them again."""
+
+    def __init__(self, feed: Feed, number: int):
+        self.feed, self.number = feed, number
+        self._kept: list[MicroBatch] | None = None
+        self._begun = False
+        self._batches = self._once()
+
+    def __next__(self) -> Any:
+        self._begun = True
+        return next(self._batches)
+
+    def _once(self) -> Iterator[Any]:
+        for micro in self.feed.take(self._kept or self.feed.loader.step(), self.number):
+            yield micro.batch
+
+    def again(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches from the first, however often it is called: they are kept for that."""
+        if self._kept is None:
+            if self._begun:
+                raise ValueError("run.accumulate(step, loss) takes all of a step: leave out the loop over its batches")
+            self._kept = list(self.feed.loader.step())
+        yield from self.feed.take(self._kept, self.number)
+
+    def halve(self) -> None:
+        """Cut the step, and those after it, into micro-batches of half the size."""
+        self._kept = None
+        self.feed.halve(self.number)

@@ -122,8 +122,13 @@ class GradientSums:
 
     def sum_integers(self) -> None:
         """Sum what is in the gradients' memory as int32."""
-        self._start()
-        self._finish(integers=True)
+        self.sum_all(integers=True)
+
+    def sum_all(self, integers: bool = False) -> None:
+        """Sum the gradients that are there, after the backward passes of a step."""
+        if self.world.size > 1:
+            self._start()
+            self._finish(integers)
 
     def release(self, integers: bool) -> None:
         """Take part in the sums of a step in which this rank has no gradients, or not all of them."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .batching import Batching, MicroBatch
 from .distributed import World
 from .gradient_sums import GradientSums
-from .loss import Finished, LossSums, Normalizer
+from .loss import ExactLossSums, Finished, LossSums, Normalizer
 from .stream import Slice
 
 Grads = list[Tensor | None]
@@ -36,6 +36,8 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter], world: World):
         self.world, self.sums = world, GradientSums(parameters, world)
+        self.exact = False
+        """Whether sums are exact: those of gradients are then made tile by tile, in accumulation.py."""
         self._called = False
         self._losses: dict[str, Accumulated] = {}
         self._logged: dict[str, LossSums] = {}
@@ -48,10 +50,9 @@ class Gradients:
 
         `micro`: of several micro-batches in a step, the one that `total` and `weight` are of.
         """
-        if not self.sums.parameters:
-            raise ValueError(
-                "run.backward() sums gradients of registered models, and there is none: Run(..., model=model)"
-            )
+        self.check_parameters("backward")
+        if self.exact:
+            raise ValueError("a Run with exact=True sums gradients in run.accumulate(step, loss), not run.backward()")
         number, last, samples = (micro.number, micro.last, micro.samples) if micro else (0, True, _NO_SAMPLES)
         loss = self._losses.get(name) or self._start(name, total, batching)
         if number in loss.numbers:
@@ -60,25 +61,38 @@ class Gradients:
                 'its own: run.backward(total, weight, "regularizer")'
             )
         loss.numbers.add(number)
-        self._called = True
-        weight = _on_device(weight, total)
-        finished = self._exchange(loss.grads)
+        weight = on_device(weight, total)
+        finished = self.exchange(loss.grads)
         with nullcontext() if last else self.sums.no_sync():
             self.sums.backward(loss.normalizer.scale(total, weight, number, len(samples.index)))
-        self._logged.setdefault(name, LossSums()).add([Finished(samples, total.detach(), weight, {})])
+        self.log(name, [Finished(samples, total.detach(), weight, {})])
         if not last:
-            loss.grads = self._exchange(finished)
+            loss.grads = self.exchange(finished)
             return
         del self._losses[name]
-        self._finish(loss.normalizer, finished)
+        self.finish(loss.normalizer, finished)
+
+    def check_parameters(self, method: str) -> None:
+        if not self.sums.parameters:
+            raise ValueError(
+                f"run.{method}() sums gradients of registered models, and there is none: Run(..., model=model)"
+            )
 
     def _start(self, name: str, total: Tensor, batching: Batching | None) -> Accumulated:
-        dtype = torch.promote_types(total.dtype, torch.float32)
-        normalizer = Normalizer(None, self.world, batching or _ONE_SAMPLE, 0, dtype)
+        normalizer = self.normalizer(total, batching or _ONE_SAMPLE)
         self._losses[name] = Accumulated(normalizer, len(self.sums.parameters))
         return self._losses[name]
 
-    def _exchange(self, grads: Grads) -> Grads:
+    def normalizer(self, total: Tensor, batching: Batching) -> Normalizer:
+        """Return what divides the gradients of a loss whose totals are like this one."""
+        return Normalizer(None, self.world, batching, 0, torch.promote_types(total.dtype, torch.float32))
+
+    def log(self, name: str, finished: list[Finished]) -> None:
+        """Count micro-batches in the mean of a loss."""
+        self._logged.setdefault(name, ExactLossSums() if self.exact else LossSums()).add(finished)
+        self._called = True
+
+    def exchange(self, grads: Grads) -> Grads:
         """Give the parameters these gradients; return those that they had."""
         had = [parameter.grad for parameter in self.sums.parameters]
         for parameter, grad in zip(self.sums.parameters, grads, strict=True):
@@ -86,7 +100,8 @@ class Gradients:
         return had
 
     @torch.no_grad()
-    def _finish(self, normalizer: Normalizer, before: Grads) -> None:
+    def finish(self, normalizer: Normalizer, before: Grads) -> None:
+        """Divide the summed gradients, and add those that the parameters had before."""
         factor = normalizer.gradient_factor()
         assert factor is not None  # all weights are tensors here
         factor = torch.where(torch.isinf(factor), 0.0, factor)  # no element in the whole global batch: a sum of nothing
@@ -121,7 +136,7 @@ _NO_SAMPLES = Slice(*torch.zeros(2, 0, dtype=torch.int64).numpy())
 _ONE_SAMPLE = Batching(dataset=1, micro_batch=1, accumulation=1, world=1, global_batch=1, n_steps=1)
 
 
-def _on_device(weight: float | Tensor, total: Tensor) -> Tensor:
+def on_device(weight: float | Tensor, total: Tensor) -> Tensor:
     """Return a weight as a tensor beside the total, without waiting for the device."""
     if isinstance(weight, Tensor):
         return weight.detach().to(total.device)

@@ -29,9 +29,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from . import activity, checkpoint, config, rundir
+from .accumulation import Accumulation, LossOf, check_exact
 from .distributed import World
 from .evaluate import dataset_size, share
-from .feed import Feed
+from .exact import choose_kernels, compare_environments, environment, kernels_restored
+from .feed import Feed, Step
 from .gradients import Gradients
 from .loader import Preparation, to_device
 from .outcome import NotSaved, Stopped
@@ -51,6 +53,7 @@ class Run:
     `objects`: whatever has `state_dict` and `load_state_dict`: models, optimizers, schedules, scalers, averages. All of
     it is saved and restored, and compared over the ranks. Models start from rank 0's weights, their BatchNorm has the
     statistics of all ranks, and their gradients are what `backward` sums.
+    `exact`: `accumulate` sums gradients without rounding, so that any number of ranks trains the same bits.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Run:
         folder: str | Path | None = None,
         *,
         seed: int = 0,
+        exact: bool = False,
         save_every: int = 1000,
         check_every: int = 50,
         keep: int = 3,
@@ -69,12 +73,19 @@ class Run:
         self.world, self.seed, self.save_every, self.check_every = world, seed, save_every, check_every
         self.step = 0
         """Steps done; inside the loop, the number of the current one, counted from 0."""
+        if exact:
+            check_exact(objects)
         self.registered = Registered(objects, world)
         self.gradients = Gradients(self.registered.parameters(), world)
         self.feed, self.signals = Feed(world, seed, self._say), StopSignals(self._say)
         self.checkpoints: checkpoint.Checkpoints | None = None
         self._closing = ExitStack()
         world.closing.callback(self.close)
+        self.accumulation = Accumulation(self.gradients, self.registered, exact)
+        if exact:
+            self._closing.enter_context(kernels_restored())
+            choose_kernels(True, world.device, compiled=False)
+            self.feed.exactness, _ = compare_environments(0, environment(world), world)
         if folder is not None:
             try:
                 self._open(Path(folder), keep)
@@ -100,6 +111,23 @@ class Run:
             self.registered.restore(saved)
             self.step = saved.step
             self._say(f"resumed {run_dir.path} after step {self.step}")
+            self._resume_exactly(saved)
+
+    def _resume_exactly(self, saved: checkpoint.Checkpoint) -> None:
+        """Go on with the tiles and the grids of an exact run, and say what has broken it."""
+        before, own = saved.state.get("exact"), self.feed.exactness
+        if own is None:
+            if before:
+                self._say("the run was exact up to its last checkpoint, and no longer is: give exact=True")
+            return
+        if before is None:
+            own.record(f"the steps up to {saved.step} were not exact")
+        else:
+            own.tiles = before["tiles"]
+            own.load_state_dict(before)
+            self.accumulation.restore(saved.tensors.get("exact", {}))
+        for broken in own.breaks:
+            self._say(f"not the bits of a run without this: {broken}")
 
     def _say(self, text: str) -> None:
         if self.world.is_main:
@@ -139,14 +167,15 @@ class Run:
         collate: Collate = default_collate,
         augment: Augment | None = None,
         workers: int | None = None,
-    ) -> Iterator[Iterator[Any]]:
+    ) -> Iterator[Step]:
         """Yield, for each step, an iterator over this rank's micro-batches of up to `batch_size` samples.
 
-        This is `batches` with gradient accumulation: call `backward` for each micro-batch, and the optimizer once.
+        This is `batches` with gradient accumulation: call `backward` for each micro-batch, and the optimizer once. Or
+        give the step to `accumulate`, which does it again where that is necessary.
         """
         length = config.Data(batch_size or global_batch, global_batch, n_steps=n_steps, epochs=epochs)
         preparation = Preparation(self.seed, collate, augment)
-        loader, batching = self.feed.open(dataset, length, preparation, workers, self.step)
+        batching = self.feed.open(dataset, length, preparation, workers, self.step)
         if self.registered.has_batch_norm() and batching.accumulation > global_batch // self.world.size:
             raise ValueError("BatchNorm over ranks needs a sample in every micro-batch: raise batch_size")
         now = self.world.activity
@@ -155,7 +184,7 @@ class Run:
         with self.signals:
             while self.step < batching.n_steps:
                 try:
-                    yield self.feed.micro_batches(loader, self.step)
+                    yield Step(self.feed, self.step)
                 except GeneratorExit:  # the loop was left by break, mostly after the work of this step
                     if self.gradients.complete:
                         self._count_step()
@@ -190,6 +219,14 @@ class Run:
         that have a label). With several losses in a step, each has a `name`. Every rank calls this equally often.
         """
         self.gradients.backward(total, weight, name, self.feed.batching, self.feed.micro)
+
+    def accumulate(self, step: Step, loss: LossOf, name: str = "loss") -> None:
+        """Add to `.grad` the gradient of the mean of a loss over a step of `steps`; every rank calls this.
+
+        `loss(batch)` returns (total, weight) of a micro-batch, as for `backward`. It is called for each micro-batch,
+        and again where the step has to be done again: so it changes nothing that is kept.
+        """
+        self.accumulation.run(step, loss, name)
 
     def means(self) -> dict[str, float]:
         """Return the mean of each loss since the last call, over all ranks; every rank calls this."""
@@ -253,7 +290,10 @@ class Run:
         self.check(everything=True)
         if self.checkpoints is not None:
             tensors, outlines = self.registered.capture()
-            self.checkpoints.save(self.step, tensors, {"feed": self.feed.state_dict(), "objects": outlines})
+            state = {"feed": self.feed.state_dict(), "objects": outlines}
+            if self.feed.exactness is not None:
+                state["exact"], tensors["exact"] = self.feed.exactness.state_dict(), self.accumulation.tensors()
+            self.checkpoints.save(self.step, {n: group for n, group in tensors.items() if group}, state)
         if wait and (failure := self.world.broadcast(self._write_failure())):
             raise NotSaved(f"the state after step {self.step} could not be saved: {failure}")
 

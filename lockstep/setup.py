@@ -16,7 +16,7 @@ from .checkpoint import Checkpoint
 from .config import Optim, RunFacts, TrainConfig
 from .distributed import World
 from .evaluate import samples_of
-from .exact import Exactness, ExactSums, choose_kernels, environment
+from .exact import Exactness, ExactSums, choose_kernels, compare_environments, environment
 from .flags import Request
 from .loader import size_of
 from .loss import Normalizer, Objective
@@ -254,10 +254,7 @@ def _exactness(
 ) -> tuple[Exactness, list[str]]:
     """Return what the bits of an exact run depend on and what has broken them already; and where ranks differ."""
     own = environment(world) | {"precision": chosen.name, "compiled": compiled}
-    ranks = world.broadcast(world.gather(own))
-    exactness, different = Exactness(tiles, own), [n for n in own if len({r[n] for r in ranks}) > 1]
-    if different:
-        exactness.record(f"ranks differ in {', '.join(different)}")
+    exactness, different = compare_environments(tiles, own, world)
     if saved and "exact" not in saved.state:
         exactness.breaks.append(f"the steps up to {saved.state['progress']['step']} were not exact")
     return exactness, different

@@ -370,14 +370,10 @@ class TrainStep:
     def _redo_with_smaller_micro_batches(self, stop_request: int) -> int:
         """Halve the micro-batch on all ranks, because one was out of memory; the global batch stays."""
         old, step = self.setup.batching, self.state.progress.step + 1
-        if old.micro_batch == 1:
-            raise OutOfMemory("there is not enough memory for a single sample; use a smaller model or input")
+        new = old.halved()
         self.confirm()
-        new = self.setup.batching = old.halved()
-        self.say(
-            f"out of memory at step {step}: micro-batch {old.micro_batch} -> {new.micro_batch}, "
-            f"accumulation {old.accumulation} -> {new.accumulation}; the global batch stays {old.global_batch}"
-        )
+        self.setup.batching = new
+        self.say(new.describe_halving(old, step))
         if self.state.exactness is not None:
             self.state.exactness.cut_tiles(new.tiles or 1, step)
         self._discard_gradients()

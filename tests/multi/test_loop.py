@@ -1,10 +1,13 @@
 """Loops of one's own, on one rank and on many: the examples end alike, however often they are interrupted."""
 
+import contextlib
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -280,3 +283,89 @@ def test_a_hang_is_reported_with_the_line_that_is_stuck(tmp_path: Path) -> None:
     done = torchrun("hang", tmp_path)
     assert "rank 1 is stuck in step 4" in done.stderr and "threading.Event().wait()" in done.stderr, done.stderr
     assert (tmp_path / "run" / "hang.txt").exists()
+
+
+def exactly(world: World, folder: str, n_steps: int, spoil: str = "", exact: bool = True) -> tuple[list[bytes], Any]:
+    """The bits of all weights and the mean losses after steps over 13 samples in 5 tiles, with dropout; what spoils it:
+    `memory` (the last rank is out of it in the third step), `spike` (the fifth step has far larger gradients).
+    """
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    run = Run(world, folder, exact=exact, save_every=100, model=model, optimizer=optimizer)
+    calls, refused = [], set[int]()
+
+    def loss(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        calls.append(len(batch[0]))
+        if spoil == "memory" and run.step == 2 and world.rank == world.size - 1 and 2 not in refused:
+            refused.add(2)
+            raise torch.OutOfMemoryError("simulated")
+        scale = 1e4 if spoil == "spike" and run.step == 4 else 1.0
+        kept = batch[0][batch[0][:, 0] > -1]
+        return (model(kept).squeeze(1) - kept.sum(1)).square().sum() * scale, torch.tensor(len(kept))
+
+    for step in run.steps(TensorDataset(inputs), 13, batch_size=3, n_steps=n_steps):
+        run.accumulate(step, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    means = run.means()
+    run.close()
+    assert torch.are_deterministic_algorithms_enabled() is False
+    return [p.detach().numpy().tobytes() for p in model.parameters()], (means, sum(calls), max(calls[-3:]))
+
+
+@pytest.mark.parametrize("spoil", ["", "spike"])
+def test_exact_sums_make_the_same_bits_on_any_number_of_ranks(tmp_path: Path, ranks: Get, spoil: str) -> None:
+    """A step whose gradients do not fit their grid is done again, on each of them."""
+    expected, (means, samples, _) = exactly(World(), str(tmp_path / "1"), 6, spoil)
+    for size in (2, 3):
+        answers = ranks(size)(exactly, str(tmp_path / str(size)), 6, spoil)
+        assert [weights for weights, _ in answers] == [expected] * size
+        assert [found for _, (found, *_) in answers] == [means] * size
+        assert sum(count for _, (_, count, _) in answers) == samples
+    assert samples == 13 * (6 + 1 + (spoil == "spike"))  # the first step is measured before it is made
+
+
+def test_an_exact_loop_is_resumed_on_other_numbers_of_ranks_with_the_same_bits(tmp_path: Path, ranks: Get) -> None:
+    expected, _ = exactly(World(), str(tmp_path / "whole"), 9)
+    ranks(2)(exactly, str(tmp_path / "again"), 3)
+    exactly(World(), str(tmp_path / "again"), 6)
+    answers = ranks(3)(exactly, str(tmp_path / "again"), 9)
+    assert [weights for weights, _ in answers] == [expected] * 3
+    rounded, _ = exactly(World(), str(tmp_path / "rounded"), 9, exact=False)
+    assert rounded != expected
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_out_of_memory_on_one_rank_makes_micro_batches_smaller_on_all(tmp_path: Path, ranks: Get, exact: bool) -> None:
+    """Exact: with the same bits on any number of ranks again, and in smaller tiles also when it is resumed."""
+    expected, _ = exactly(World(), str(tmp_path / "1"), 6, "memory", exact)
+    for size in (2, 3):
+        answers = ranks(size)(exactly, str(tmp_path / str(size)), 6, "memory", exact)
+        assert max(largest for _, (_, _, largest) in answers) == 2  # was 3
+        assert all(weights == answers[0][0] for weights, _ in answers)
+        assert not exact or answers[0][0] == expected
+    if exact:
+        further = [exactly(World(), str(tmp_path / folder), 8) for folder in ("1", "3")]
+        assert further[0][0] == further[1][0] and further[0][1][2] == 2
+
+
+def documented(world: World, folder: str) -> None:
+    """Run the example of the page on loops, in a folder."""
+    page = (ROOT / "docs" / "your-own-loop.md").read_text()
+    (code,) = re.findall(r"```python\n([^`]*exact=True[^`]*)```", page)
+    script: dict[str, Any] = {"__name__": "example"}
+    exec(code, script)
+    with contextlib.chdir(folder):
+        script["main"](world)
+        world.closing.close()
+
+
+def test_the_documented_exact_loop_ends_with_the_same_bits(tmp_path: Path, ranks: Get) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    documented(World(), str(one))
+    ranks(2)(documented, str(two))
+    assert_same_end(one, two, "exact", bits=True)
