@@ -289,12 +289,13 @@ def exactly(world: World, folder: str, n_steps: int, spoil: str = "", exact: boo
     """The bits of all weights and the mean losses after steps over 13 samples in 5 tiles, with dropout; what spoils it:
     `memory` (the last rank is out of it in the third step), `spike` (the fifth step has far larger gradients).
     """
+    deterministic = torch.are_deterministic_algorithms_enabled()
     torch.manual_seed(0)
     inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     run = Run(world, folder, exact=exact, save_every=100, model=model, optimizer=optimizer)
-    calls, refused = [], set[int]()
+    calls, refused = list[int](), set[int]()
 
     def loss(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
         calls.append(len(batch[0]))
@@ -311,7 +312,7 @@ def exactly(world: World, folder: str, n_steps: int, spoil: str = "", exact: boo
         optimizer.zero_grad()
     means = run.means()
     run.close()
-    assert torch.are_deterministic_algorithms_enabled() is False
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
     return [p.detach().numpy().tobytes() for p in model.parameters()], (means, sum(calls), max(calls[-3:]))
 
 
