@@ -1,6 +1,7 @@
 """Checkpoints that are whole or not there: written beside, flushed, renamed; verified before anything is used.
 
     checkpoints/step-00001000/      <stem>.safetensors for each group of tensors, state.json, manifest.json
+                                    (of a sharded run one file of each rank instead, see pieces.py)
     checkpoints/best, last          links for users; loading depends on neither
 
 The manifest is written last and holds the size and SHA-256 of every file, and of itself. Rank 0 writes with
@@ -19,13 +20,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from .files import flush, make_folder, replacing, sync_folder
+from .pieces import IS_PIECES, join
 from .weights import check_shapes
 
 Tensors = dict[str, dict[str, Tensor]]  # file stem -> tensor name -> tensor
@@ -50,6 +52,19 @@ class Checkpoint:
     final: bool = False
 
 
+class Shards(Protocol):
+    """The files of a checkpoint that each rank writes itself."""
+
+    def copy(self) -> None:
+        """Copy this rank's tensors off the device."""
+
+    def write(self, folder: Path, mode: int) -> dict[str, Any]:
+        """Have every rank write its file, and return their entries of the manifest; raise if one rank fails."""
+
+    def give_up(self) -> None:
+        """Let the other ranks go on if they wait for `write`, which does not come."""
+
+
 class Checkpoints:
     """The folder `checkpoints/` of a run."""
 
@@ -64,12 +79,22 @@ class Checkpoints:
         """The step that was saved last."""
         self._recover()
 
-    def save(self, step: int, tensors: Tensors, state: State, best: bool = False, final: bool = False) -> float:
+    def save(
+        self,
+        step: int,
+        tensors: Tensors,
+        state: State,
+        best: bool = False,
+        final: bool = False,
+        shards: Shards | None = None,
+    ) -> float:
         """Copy off the device now and write in the background; return the seconds the caller has waited."""
         start = time.perf_counter()
         self.wait()  # before the copy: two of them may not fit into memory
         text = json.dumps(state, indent=1)  # NaN and Infinity are written, and read back, as these words
-        arguments = (step, _host_copies(tensors), text, best, final)
+        if shards is not None:
+            shards.copy()
+        arguments = (step, host_copies(tensors), text, best, final, shards)
         self._thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint-{step}")
         self._thread.start()  # no daemon: the interpreter does not exit in the middle of a write
         return time.perf_counter() - start
@@ -85,13 +110,13 @@ class Checkpoints:
         message, self._failure = self._failure, None
         return message
 
-    def _write(self, step: int, tensors: Tensors, state: str, best: bool, final: bool) -> None:
+    def _write(self, step: int, tensors: Tensors, state: str, best: bool, final: bool, shards: Shards | None) -> None:
         name, self.written = f"step-{step:08d}", None
         beside = self.folder / f".{name}.{os.getpid()}.tmp"
         try:
             best = best or name in self._bests()  # the best one, saved again, is still the best
             make_folder(self.folder)
-            _fill(beside, tensors, state, {"format": FORMAT, "step": step, "best": best, "final": final})
+            _fill(beside, tensors, state, {"format": FORMAT, "step": step, "best": best, "final": final}, shards)
             _swap(beside, self.folder / name)
             self.written = step
             self._link("last", name)
@@ -104,6 +129,8 @@ class Checkpoints:
             reason = f"{what} step {step} in {self.folder} failed ({type(error).__name__}: {error})"
             self._failure = f"{reason}; training goes on, the next save tries again"
         finally:
+            if shards is not None:
+                shards.give_up()
             shutil.rmtree(beside, ignore_errors=True)  # there is none where all went well
 
     def _link(self, name: str, target: str) -> None:
@@ -156,7 +183,7 @@ class Checkpoints:
             self._link("best", max(bests))
 
 
-def _fill(folder: Path, tensors: Tensors, state: str, manifest: dict[str, Any]) -> None:
+def _fill(folder: Path, tensors: Tensors, state: str, manifest: dict[str, Any], shards: Shards | None) -> None:
     """Write and flush the files of a checkpoint, and last the manifest with their hashes."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -167,13 +194,16 @@ def _fill(folder: Path, tensors: Tensors, state: str, manifest: dict[str, Any]) 
     files = {}
     for path in sorted(folder.iterdir()):
         flush(path, mode)
-        files[path.name] = _manifest_entry(path)
+        files[path.name] = manifest_entry(path)
+    if shards is not None:
+        files.update(shards.write(folder, mode))
     (folder / "manifest.json").write_bytes(_sealed({**manifest, "files": files}))
     flush(folder / "manifest.json")
     sync_folder(folder)
 
 
-def _manifest_entry(path: Path) -> dict[str, Any]:
+def manifest_entry(path: Path) -> dict[str, Any]:
+    """Return the size and the SHA-256 of a file."""
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}
 
@@ -196,7 +226,7 @@ def _sealed(content: dict[str, Any]) -> bytes:
     return json.dumps({**content, "sha256": digest}, indent=1, sort_keys=True).encode()
 
 
-def _host_copies(tensors: Tensors) -> Tensors:
+def host_copies(tensors: Tensors) -> Tensors:
     """Return contiguous copies in host memory, no two in one storage; waits for the device once."""
     copies = {stem: {name: _host_copy(tensor) for name, tensor in group.items()} for stem, group in tensors.items()}
     for device in {tensor.device for group in tensors.values() for tensor in group.values() if tensor.is_cuda}:
@@ -236,6 +266,7 @@ def load(path: Path) -> Checkpoint:
         raise Damaged(f"{path} is damaged: manifest.json is that of step {manifest['step']}")
     tensors: Tensors = {}
     state: State = {}
+    pieces: list[bytes] = []
     for name, entry in manifest["files"].items():
         data = _read(path, name)
         if len(data) != entry["size"]:
@@ -245,10 +276,16 @@ def load(path: Path) -> Checkpoint:
         try:
             if name == "state.json":
                 state = json.loads(data)
+            elif IS_PIECES.fullmatch(name):
+                pieces.append(data)
             else:
                 tensors[name.removesuffix(".safetensors")] = safetensors.torch.load(data)
         except (ValueError, safetensors.SafetensorError) as error:
             raise Damaged(f"{path} is damaged: {name} cannot be parsed ({error})") from None
+    try:
+        tensors |= join(pieces)
+    except (ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise Damaged(f"{path} is damaged: the files of its ranks do not fit together ({error})") from None
     return Checkpoint(path, manifest["step"], tensors, state, manifest["final"])
 
 
@@ -319,7 +356,7 @@ def restore_model(model: nn.Module, tensors: Mapping[str, Tensor], source: str) 
 
 def export(path_stem: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write `<stem>.safetensors` and `<stem>.pth` for other programs; each appears whole or not at all."""
-    copies = _host_copies({"": dict(tensors)})[""]
+    copies = host_copies({"": dict(tensors)})[""]
     for ending in (".safetensors", ".pth"):
         path = path_stem.with_name(path_stem.name + ending)  # with_suffix would cut "ema-0.9999" at the dot
         with replacing(path) as temporary:

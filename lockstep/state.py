@@ -12,6 +12,7 @@ from .batching import Position
 from .checkpoint import Checkpoint, Tensors, export
 from .exact import Exactness, ExactSums
 from .optim import Ema, OptimizerState, Update
+from .pieces import Pieces
 from .watch.history import History
 from .watch.ledger import Ledger
 from .weights import check_shapes
@@ -132,9 +133,22 @@ class TrainState:
 
     def capture(self) -> tuple[Tensors, dict[str, Any]]:
         """Return tensors and numbers of a checkpoint; of a sharded run, whole on rank 0. Every rank calls this."""
-        tensors = {name: self._whole(part.state_dict()) for name, part in self._tensors.items()}
+        return {name: self._whole(part.state_dict()) for name, part in self._tensors.items()}, self.numbers()
+
+    def pieces(self) -> Pieces:
+        """Return what this rank writes of a checkpoint of a sharded run, by "<part>/<name>"."""
+        sharding = self.update.sharding
+        assert sharding is not None, "the ranks of a run without sharding hold no pieces"
+        return {
+            f"{part}/{name}": piece
+            for part, stateful in self._tensors.items()
+            for name, piece in sharding.pieces(stateful.state_dict()).items()
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers of a checkpoint."""
         numbers = {name: dict(part.state_dict()) for name, part in self._numbers.items()}
-        return tensors, {"optimizer": self.update.kinds(), **numbers}
+        return {"optimizer": self.update.kinds(), **numbers}
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a part; of a sharded run those of all ranks, on rank 0."""

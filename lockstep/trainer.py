@@ -23,6 +23,7 @@ from .recipe import Evaluates, Scores
 from .rundir import RunDir
 from .sampling import Sampler
 from .setup import prepare
+from .sharding import RankFiles
 from .step import TrainStep
 from .stop_signals import StopSignals
 from .watch.history import discard_history
@@ -54,6 +55,7 @@ class Trainer:
         self.trackers = trackers.Trackers({})
         if world.is_main:
             self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", self.config.run.keep)
+        self.rank_files = RankFiles(world) if self.update.sharding is not None else None
         with plain_errors():
             self.step = TrainStep(self.setup, self.state, self.watch, self.times.steps, self.say)
         run_dir.notes.extend(self.step.unkeyed_draws)
@@ -85,6 +87,8 @@ class Trainer:
             with self.signals, self.world.activity.during(activity.CLOSING):
                 if self.world.is_main:
                     self.checkpoints.wait()
+                elif self.rank_files is not None:
+                    self.rank_files.wait()
                 self.trackers.close()
                 self.times.close()
                 if self.state.history is not None:
@@ -308,14 +312,18 @@ class Trainer:
         self.check_ranks(everything=True)  # what is saved is right, and the ledger is at the step of the weights
         self._check_bad_steps()  # a run that is stopped before its next log would not say it
         started = time.perf_counter()
-        tensors, numbers = self.state.capture()
-        is_best, self.progress.new_best = self.progress.new_best, False
+        is_best, numbers = self.progress.new_best, self.state.numbers()
+        self.progress.new_best = False
         if not self.world.is_main:
+            if self.rank_files is not None:
+                self.rank_files.follow(self.state.pieces())
             return
+        shards = self.rank_files.of(self.state.pieces()) if self.rank_files is not None else None
+        tensors = self.state.capture()[0] if shards is None else {}
         batching = self.setup.batching
         facts = {"global_batch": batching.global_batch, "world": self.world.size, "dataset": batching.dataset}
         state = {**facts, "seed": self.config.data.seed, **numbers}
-        self.checkpoints.save(self.progress.step, tensors, state, best=is_best, final=final)
+        self.checkpoints.save(self.progress.step, tensors, state, best=is_best, final=final, shards=shards)
         pause = time.perf_counter() - started
         self.trackers.log(self.progress.step, {"checkpoint_pause_seconds": pause})
 

@@ -4,6 +4,7 @@ shares.py     --shard optimizer: each rank keeps optimizer state and averages of
 fully.py      --shard full: each rank keeps some rows of every parameter (FSDP2)
 blocks.py     the repeated blocks of a model, and recomputing their activations
 gather.py     tensors of all ranks, whole on rank 0
+files.py      each rank's own file of a checkpoint
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..pieces import Piece
+from .files import RankFiles as RankFiles
 from .fully import FullySharded as FullySharded
 from .shares import Shares as Shares
 
@@ -42,6 +45,9 @@ class Sharding(Protocol):
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return, on rank 0, the whole tensors by name. Every rank calls this."""
+
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """Return what this rank writes of a part of the state: all ranks together write each number once."""
 
     def own(self, tensors: Mapping[str, Tensor], per_parameter: bool) -> dict[str, Tensor]:
         """Return this rank's part of whole tensors; `per_parameter`: they are "<parameter>/<state>" of an optimizer."""

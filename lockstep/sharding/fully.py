@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..distributed import World
 from ..exact import ExactSums
 from ..loss import Objective
+from ..pieces import Piece
 from .blocks import find_blocks, wrap_forward
 
 ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad,
@@ -213,9 +214,23 @@ class FullySharded:
     def _joined(self, name: str, tensor: Tensor) -> Tensor:
         """Return the rows of all ranks, if a tensor has rows of a parameter."""
         shape = self._shape_of(name)
-        if shape is None or self._is_whole(name) or tuple(tensor.shape) != (self._count(shape[0]), *shape[1:]):
-            return tensor
-        return self._join(tensor, shape)
+        return self._join(tensor, shape) if shape is not None and self._has_rows(name, tensor, shape) else tensor
+
+    def _has_rows(self, name: str, tensor: Tensor, shape: torch.Size) -> bool:
+        """Return whether a tensor has this rank's rows of a parameter of that shape."""
+        return not self._is_whole(name) and tuple(tensor.shape) == (self._count(shape[0]), *shape[1:])
+
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """Return this rank's rows of parameters, and on rank 0 all else."""
+        found = {}
+        for name, tensor in tensors.items():
+            shape = self._shape_of(name)
+            if shape is not None and self._has_rows(name, tensor, shape):
+                if len(tensor) or self.world.is_main:
+                    found[name] = Piece(tensor, self.world.rank * -(-shape[0] // self.world.size))
+            elif self.world.is_main:
+                found[name] = Piece(tensor)
+        return found
 
     def _join(self, tensor: Tensor, shape: torch.Size) -> Tensor:
         size = -(-shape[0] // self.world.size)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed import World
+from ..pieces import Piece
 from .gather import gather_tensors
 
 
@@ -92,6 +93,12 @@ class Shares:
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return, on rank 0, the tensors of all ranks. Every rank calls this."""
         return gather_tensors(tensors, self.world)
+
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """Return the tensors of this rank's parameters, and on rank 0 those that no rank owns."""
+        owners = {name: self._owner.get(parameter, 0) for name, parameter in self._named.items()}
+        ranks = {name: owners.get(name, owners.get(name.rpartition("/")[0], 0)) for name in tensors}
+        return {name: Piece(tensor) for name, tensor in tensors.items() if ranks[name] == self.world.rank}
 
     def own(self, tensors: Mapping[str, Tensor], per_parameter: bool) -> dict[str, Tensor]:
         """Return the tensors, of an optimizer those of this rank's parameters."""

@@ -1,10 +1,12 @@
 """Sharded runs give what runs with a replica on every rank give, and leave the same files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from engine import lines, trainer
 from safetensors.torch import load_file
 from torch import Tensor
@@ -46,9 +48,9 @@ def test_sharded_optimizer_state_gives_the_bits_of_ddp(ranks, tmp_path: Path, fl
     assert differing(whole(plain), whole(answers)) == []
     assert sum(kept for _, kept in answers) <= plain[0][1] + 3 * 8  # step counters
     assert all(kept < 0.6 * plain[0][1] for _, kept in answers)
-    for part in ("model", "ema-0.9", "optimizer"):
-        files = [tmp_path / name / "checkpoints" / "last" / f"{part}.safetensors" for name in ("none", "optimizer")]
-        assert files[0].read_bytes() == files[1].read_bytes()
+    saved = [checkpoint.load(tmp_path / name / "checkpoints" / "last").tensors for name in ("none", "optimizer")]
+    assert saved[0].keys() == saved[1].keys() >= {"model", "ema-0.9", "optimizer"}
+    assert [differing(saved[0][part], saved[1][part]) for part in saved[0]] == [[] for _ in saved[0]]
     for name in ("model.safetensors", "model_ema.safetensors"):
         assert differing(load_file(tmp_path / "none" / name), load_file(tmp_path / "optimizer" / name)) == []
     assert [line["val/loss"] for line in lines(tmp_path / "none") if "val/loss" in line] == [
@@ -136,3 +138,82 @@ def test_a_run_goes_on_with_other_ranks_and_another_strategy(ranks, tmp_path: Pa
         words = [*flags, steps, "--shard", shard, "--resume", "auto", "--out", str(tmp_path / "parts")]
         answers = ranks(size)(state_after, "Deep", words)
     assert close(expected, whole(answers)) == []
+
+
+@pytest.fixture(scope="module")
+def full_run(ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """The folder of a run of three ranks with two checkpoints, and its last state."""
+    out = tmp_path_factory.mktemp("full")
+    flags = [*FULL, "--save_every", "3", "--shard", "full", "--out", str(out)]
+    return out, whole(ranks(3)(state_after, "Deep", flags))
+
+
+def test_each_rank_writes_its_rows_and_any_reader_gets_whole_tensors(full_run: tuple[Path, dict[str, Tensor]]) -> None:
+    """Without gathering: a third of the bytes is in each file. torch.distributed.checkpoint reads them too."""
+    folder, state = full_run[0] / "checkpoints" / "last", full_run[1]
+    files = sorted(folder.glob("*.safetensors"))
+    assert [file.name for file in files] == [f"shard-0000{rank}-of-00003.safetensors" for rank in (1, 2, 3)]
+    assert max(f.stat().st_size for f in files) < 0.5 * sum(f.stat().st_size for f in files)
+    saved = {f"{part}/{n}": t for part, found in checkpoint.load(folder).tensors.items() for n, t in found.items()}
+    assert differing(saved, state) == []
+    read = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert differing(read, state) == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "truncated"])
+def test_a_damaged_file_of_one_rank_is_found_and_the_checkpoint_before_used(
+    full_run: tuple[Path, dict[str, Tensor]], tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(full_run[0] / "checkpoints", folder, symlinks=True)
+    file = folder / "step-00000006" / "shard-00002-of-00003.safetensors"
+    data = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if damage == "flipped" else data[:-1])
+    said: list[str] = []
+    found = checkpoint.newest(folder, said.append)
+    assert found is not None and found.step == 3
+    assert file.name in said[0] and "using the one before it" in said[0]
+
+
+def saves(world: World, flags: list[str], rank: int, phase: str) -> tuple[str | None, list[str], list[str]]:
+    """What rank 0 says of a save while a rank cannot write, the folder after it, and after the next save."""
+    run = trainer(world, "Deep", flags)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    failure, listings = None, []
+    with pytest.MonkeyPatch.context() as patched:
+        if world.rank == rank:
+            patched.setattr(
+                "lockstep.checkpoint.make_folder" if phase == "folder" else "lockstep.sharding.files.write", full
+            )
+        for attempt in range(2):
+            run._save()
+            if world.is_main:
+                run.checkpoints.wait()
+                failure = run.checkpoints.failure() if attempt == 0 else failure
+            else:
+                run.rank_files.wait()
+            patched.undo()
+            world.barrier()
+            folder = run.folder / "checkpoints"
+            listings.append(sorted(path.name for path in folder.glob("*step-*")) if folder.is_dir() else [])
+            world.barrier()
+    return failure, *listings
+
+
+@pytest.mark.parametrize(("rank", "phase"), [(1, "write"), (0, "write"), (0, "folder")])
+def test_a_rank_that_cannot_write_leaves_no_checkpoint_and_the_next_save_works(
+    ranks, tmp_path: Path, rank: int, phase: str
+) -> None:
+    answers = ranks(2)(saves, [*FULL, "--shard", "full", "--out", str(tmp_path)], rank, phase)
+    failure, first, second = answers[0]
+    assert failure is not None and "No space left on device" in failure
+    assert phase == "folder" or f"rank {rank}: OSError" in failure
+    assert (first, second) == ([], ["step-00000000"])
+    assert checkpoint.load(tmp_path / "checkpoints" / "step-00000000").tensors["model"]

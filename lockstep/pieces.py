@@ -1,0 +1,67 @@
+"""Tensors in pieces: the file that each rank of a sharded run writes, and how whole tensors come of all of them.
+
+`shard-00001-of-00008.safetensors` has pieces by "<group>/<name>", and in its header where each begins. It is the layout
+of torch.distributed.checkpoint's HuggingFaceStorageWriter, so that HuggingFaceStorageReader reads a checkpoint too.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+IS_PIECES = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")
+_HEADER = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+
+
+class Piece(NamedTuple):
+    """Rows of a tensor, or all of it."""
+
+    tensor: Tensor
+    start: int = 0
+    """The first of these rows in the whole tensor."""
+
+
+Pieces = Mapping[str, Piece]  # "<group>/<name>" -> what one rank writes of it
+
+
+def file_name(rank: int, ranks: int) -> str:
+    return f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+
+
+def write(path: Path, pieces: Pieces) -> None:
+    """Write the pieces of one rank, which are in host memory."""
+    offsets = {name: {_OFFSETS: [p.start] + [0] * (p.tensor.dim() - 1)} for name, p in pieces.items() if p.tensor.dim()}
+    offsets |= {name: {_OFFSETS: []} for name, p in pieces.items() if not p.tensor.dim()}
+    header = {_HEADER: json.dumps(offsets)}
+    safetensors.torch.save_file({name: piece.tensor for name, piece in pieces.items()}, path, header)
+
+
+def join(files: Sequence[bytes]) -> dict[str, dict[str, Tensor]]:
+    """Return whole tensors by group and name, from the contents of the files of all ranks."""
+    found: dict[str, list[Piece]] = {}
+    for data in files:
+        size = int.from_bytes(data[:8], "little")
+        offsets = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_HEADER])
+        for name, tensor in safetensors.torch.load(data).items():
+            start = offsets[name][_OFFSETS]
+            found.setdefault(name, []).append(Piece(tensor, start[0] if start else 0))
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key in sorted(found):
+        group, _, name = key.partition("/")
+        groups.setdefault(group, {})[name] = _whole(key, sorted(found[key], key=lambda piece: piece.start))
+    return groups
+
+
+def _whole(name: str, pieces: list[Piece]) -> Tensor:
+    end = 0
+    for piece in pieces:
+        if piece.start != end:
+            raise ValueError(f"{name}: a piece begins at row {piece.start}, the one before ends at {end}")
+        end += len(piece.tensor) if piece.tensor.dim() else 1
+    return pieces[0].tensor if len(pieces) == 1 else torch.cat([piece.tensor for piece in pieces])
