@@ -1,6 +1,7 @@
 """Memory of each rank for a DiT of about 1 and 7 billion parameters, by what is sharded; computed, not measured.
 
 python benchmarks/sharding.py [--width 1792 --depth 25] [--ranks 8 64] [--tokens 256]
+python benchmarks/sharding.py --checkpoint 10 --ranks 8 --out /fast/disk    (measured: time to save and load so many GB)
 
 Models are on the meta device, where tensors have a shape and no memory: sizes of parameters, gradients, AdamW's state
 and one average follow from them. What a rank holds of each comes from the code that shards: a parameter belongs to one
@@ -10,15 +11,23 @@ pass, times the number of blocks.
 """
 
 import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed import World
+from lockstep.checkpoint import Checkpoints, load
+from lockstep.distributed import World, session
+from lockstep.pieces import Piece
 from lockstep.recipes.dit.model import DiT, Size
-from lockstep.sharding import Shares
+from lockstep.sharding import RankFiles, Shares
 from lockstep.sharding.blocks import find_blocks, recompute
 
 GIB = float(1 << 30)
@@ -96,13 +105,59 @@ def activations(size: Size, tokens: int, what: str) -> float:
     return float(sum(t.untyped_storage().nbytes() for t in kept.values())) * size.depth
 
 
+def start_ranks(gigabytes: float, ranks: int, out: str | None) -> None:
+    """Save and load a checkpoint of so many GB with ranks of this machine."""
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
+        own = ["--checkpoint", str(gigabytes), "--out", folder]
+        subprocess.run([sys.executable, *launcher, *own], check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+
+
+def save_and_load(world: World, gigabytes: float, folder: Path) -> None:
+    """Print how long training waits for a save (the worst rank), until it is on the disk, and for loading all of it."""
+    count = max(1, round(gigabytes * 1e9 / world.size / 4 / (64 * 4096)))
+    rows = {f"model/{i}": Piece(torch.randn(64, 4096, device=world.device), 64 * world.rank) for i in range(count)}
+    files, checkpoints = RankFiles(world), Checkpoints(folder / "checkpoints") if world.is_main else None
+    world.barrier()
+    start = time.perf_counter()
+    if checkpoints is not None:
+        checkpoints.save(1, {}, {}, shards=files.of(rows))
+    else:
+        files.follow(rows)
+    pause = time.perf_counter() - start
+    files.wait() if checkpoints is None else checkpoints.wait()
+    pauses, disk = world.gather(pause), time.perf_counter() - start
+    if checkpoints is not None:
+        if failure := checkpoints.failure():
+            raise SystemExit(failure)
+        start = time.perf_counter()
+        size = sum(t.nbytes for t in load(folder / "checkpoints" / "step-00000001").tensors["model"].values())
+        world.print(
+            f"{size / 1e9:.2f} GB by {world.size} ranks on {world.device.type}: pause {max(pauses):.2f} s, on the disk "
+            f"after {disk:.2f} s, verified and loaded whole in {time.perf_counter() - start:.2f} s"
+        )
+    world.barrier()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int)
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8])
+    parser.add_argument("--checkpoint", type=float, metavar="GB")
+    parser.add_argument("--out", metavar="FOLDER")
     own = parser.parse_args()
+    if own.checkpoint and "RANK" in os.environ:
+        with session() as world:
+            save_and_load(world, own.checkpoint, Path(own.out))
+    elif own.checkpoint:
+        start_ranks(own.checkpoint, own.ranks[0], own.out)
+    else:
+        print_memory(own)
+
+
+def print_memory(own: argparse.Namespace) -> None:
     sizes = {"given": Size(own.width, own.depth, max(1, own.width // 64))} if own.width else SIZES
     say: Callable[[str], None] = print
     for name, size in sizes.items():

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .files import flush, make_folder, replacing, sync_folder
-from .pieces import IS_PIECES, join
+from .pieces import IS_PIECES, Pieces, join, read
 from .weights import check_shapes
 
 Tensors = dict[str, dict[str, Tensor]]  # file stem -> tensor name -> tensor
@@ -266,7 +266,7 @@ def load(path: Path) -> Checkpoint:
         raise Damaged(f"{path} is damaged: manifest.json is that of step {manifest['step']}")
     tensors: Tensors = {}
     state: State = {}
-    pieces: list[bytes] = []
+    pieces: list[Pieces] = []
     for name, entry in manifest["files"].items():
         data = _read(path, name)
         if len(data) != entry["size"]:
@@ -277,14 +277,14 @@ def load(path: Path) -> Checkpoint:
             if name == "state.json":
                 state = json.loads(data)
             elif IS_PIECES.fullmatch(name):
-                pieces.append(data)
+                pieces.append(read(data))
             else:
                 tensors[name.removesuffix(".safetensors")] = safetensors.torch.load(data)
         except (ValueError, safetensors.SafetensorError) as error:
             raise Damaged(f"{path} is damaged: {name} cannot be parsed ({error})") from None
     try:
         tensors |= join(pieces)
-    except (ValueError, KeyError, safetensors.SafetensorError) as error:
+    except ValueError as error:
         raise Damaged(f"{path} is damaged: the files of its ranks do not fit together ({error})") from None
     return Checkpoint(path, manifest["step"], tensors, state, manifest["final"])
 

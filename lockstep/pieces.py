@@ -42,15 +42,23 @@ def write(path: Path, pieces: Pieces) -> None:
     safetensors.torch.save_file({name: piece.tensor for name, piece in pieces.items()}, path, header)
 
 
-def join(files: Sequence[bytes]) -> dict[str, dict[str, Tensor]]:
-    """Return whole tensors by group and name, from the contents of the files of all ranks."""
+def read(data: bytes) -> dict[str, Piece]:
+    """Return the pieces in the contents of one rank's file."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    if _HEADER not in header:
+        raise ValueError(f"it has no {_HEADER} in its header")
+    offsets = json.loads(header[_HEADER])
+    starts = {name: next(iter(found[_OFFSETS]), 0) for name, found in offsets.items()}
+    return {name: Piece(tensor, starts[name]) for name, tensor in safetensors.torch.load(data).items()}
+
+
+def join(ranks: Sequence[Pieces]) -> dict[str, dict[str, Tensor]]:
+    """Return whole tensors by group and name, from the pieces of all ranks."""
     found: dict[str, list[Piece]] = {}
-    for data in files:
-        size = int.from_bytes(data[:8], "little")
-        offsets = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_HEADER])
-        for name, tensor in safetensors.torch.load(data).items():
-            start = offsets[name][_OFFSETS]
-            found.setdefault(name, []).append(Piece(tensor, start[0] if start else 0))
+    for pieces in ranks:
+        for name, piece in pieces.items():
+            found.setdefault(name, []).append(piece)
     groups: dict[str, dict[str, Tensor]] = {}
     for key in sorted(found):
         group, _, name = key.partition("/")

@@ -47,6 +47,13 @@ def test_sharding_prints_the_memory_of_each_strategy() -> None:
 
 
 @pytest.mark.slow
+def test_sharding_prints_how_long_a_checkpoint_takes(tmp_path: Path) -> None:
+    line = printed("sharding.py", "--checkpoint", "0.004", "--ranks", "2", "--out", str(tmp_path))
+    assert re.search(r"^0.00 GB by 2 ranks on cpu: pause \d.*, verified and loaded whole in \d+\.\d\d s$", line, re.M)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_endurance_finds_nothing_that_grows_or_collides() -> None:
     lines = printed("endurance.py", "--checkpoints", "60", "--runs", "4").splitlines()
     assert [line.partition(":")[0] for line in lines[:3]] == [f"after {n} checkpoints" for n in (6, 30, 60)]

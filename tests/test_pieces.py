@@ -3,15 +3,16 @@
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
-from lockstep.pieces import IS_PIECES, Piece, file_name, join, write
+from lockstep.pieces import IS_PIECES, Piece, Pieces, file_name, join, read, write
 
 
-def files(folder: Path, *ranks: dict[str, Piece]) -> list[bytes]:
+def files(folder: Path, *ranks: Pieces) -> list[Pieces]:
     for rank, pieces in enumerate(ranks):
         write(folder / file_name(rank, len(ranks)), pieces)
-    return [(folder / file_name(rank, len(ranks))).read_bytes() for rank in range(len(ranks))]
+    return [read((folder / file_name(rank, len(ranks))).read_bytes()) for rank in range(len(ranks))]
 
 
 def test_rows_of_all_ranks_are_joined_in_any_order(tmp_path: Path) -> None:
@@ -33,3 +34,9 @@ def test_rows_of_all_ranks_are_joined_in_any_order(tmp_path: Path) -> None:
 def test_pieces_with_a_gap_or_an_overlap_are_refused(tmp_path: Path, start: int) -> None:
     with pytest.raises(ValueError, match=f"model/a: a piece begins at row {start}"):
         join(files(tmp_path, {"model/a": Piece(torch.zeros(2, 2))}, {"model/a": Piece(torch.ones(2, 2), start)}))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "a")
+    with pytest.raises(ValueError, match="no DCP_SHARDING_INFO"):
+        read((tmp_path / "a").read_bytes())
