@@ -26,11 +26,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from .files import flush, make_folder, replacing, sync_folder
-from .pieces import IS_PIECES, Pieces, join, read
+from .files import flush, make_folder, manifest_entry, replacing, sync_folder
+from .pieces import IS_PIECES, Pieces, Tensors, host_copies, join, read
 from .weights import check_shapes
 
-Tensors = dict[str, dict[str, Tensor]]  # file stem -> tensor name -> tensor
 State = dict[str, Any]  # whatever JSON can hold
 
 FORMAT = 1
@@ -202,12 +201,6 @@ def _fill(folder: Path, tensors: Tensors, state: str, manifest: dict[str, Any], 
     sync_folder(folder)
 
 
-def manifest_entry(path: Path) -> dict[str, Any]:
-    """Return the size and the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}
-
-
 def _swap(beside: Path, target: Path) -> None:
     """Rename `beside` to `target`; a crash at any moment leaves the old or the new one, under a name that is found."""
     aside = target.with_name(f".{target.name}.old")
@@ -224,24 +217,6 @@ def _sealed(content: dict[str, Any]) -> bytes:
     """Return the bytes of a manifest, with the SHA-256 of its content; equal contents have equal bytes."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=1, sort_keys=True).encode()
-
-
-def host_copies(tensors: Tensors) -> Tensors:
-    """Return contiguous copies in host memory, no two in one storage; waits for the device once."""
-    copies = {stem: {name: _host_copy(tensor) for name, tensor in group.items()} for stem, group in tensors.items()}
-    for device in {tensor.device for group in tensors.values() for tensor in group.values() if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-    return copies
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if not tensor.is_cuda:
-        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    with suppress(RuntimeError):  # a machine may limit how much can be pinned; the copy is slower then
-        host = host.new_empty(host.shape, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _step_of(path: Path) -> int | None:

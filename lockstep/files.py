@@ -1,6 +1,7 @@
 """Files that are whole or not there: written beside, flushed, renamed; and files of lines that grow with a run."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -41,6 +42,12 @@ def flush(path: Path, mode: int | None = None) -> None:
         if mode is not None:
             os.fchmod(file.fileno(), stat.S_IMODE(mode))
         os.fsync(file.fileno())
+
+
+def manifest_entry(path: Path) -> dict[str, Any]:
+    """Return the size and the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,12 +7,15 @@ of torch.distributed.checkpoint's HuggingFaceStorageWriter, so that HuggingFaceS
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import safetensors.torch
 import torch
 from torch import Tensor
+
+Tensors = dict[str, dict[str, Tensor]]  # group, which is the stem of a file -> tensor name -> tensor
 
 IS_PIECES = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")
 _HEADER = "DCP_SHARDING_INFO"
@@ -53,13 +56,13 @@ def read(data: bytes) -> dict[str, Piece]:
     return {name: Piece(tensor, starts[name]) for name, tensor in safetensors.torch.load(data).items()}
 
 
-def join(ranks: Sequence[Pieces]) -> dict[str, dict[str, Tensor]]:
+def join(ranks: Sequence[Pieces]) -> Tensors:
     """Return whole tensors by group and name, from the pieces of all ranks."""
     found: dict[str, list[Piece]] = {}
     for pieces in ranks:
         for name, piece in pieces.items():
             found.setdefault(name, []).append(piece)
-    groups: dict[str, dict[str, Tensor]] = {}
+    groups: Tensors = {}
     for key in sorted(found):
         group, _, name = key.partition("/")
         groups.setdefault(group, {})[name] = _whole(key, sorted(found[key], key=lambda piece: piece.start))
@@ -73,3 +76,21 @@ def _whole(name: str, pieces: list[Piece]) -> Tensor:
             raise ValueError(f"{name}: a piece begins at row {piece.start}, the one before ends at {end}")
         end += len(piece.tensor) if piece.tensor.dim() else 1
     return pieces[0].tensor if len(pieces) == 1 else torch.cat([piece.tensor for piece in pieces])
+
+
+def host_copies(tensors: Tensors) -> Tensors:
+    """Return contiguous copies in host memory, no two in one storage; waits for the device once."""
+    copies = {stem: {name: _host_copy(tensor) for name, tensor in group.items()} for stem, group in tensors.items()}
+    for device in {tensor.device for group in tensors.values() for tensor in group.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.is_cuda:
+        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    with suppress(RuntimeError):  # a machine may limit how much can be pinned; the copy is slower then
+        host = host.new_empty(host.shape, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

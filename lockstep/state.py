@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from .batching import Position
-from .checkpoint import Checkpoint, Tensors, export
+from .checkpoint import Checkpoint, export
 from .exact import Exactness, ExactSums
 from .optim import Ema, OptimizerState, Update
-from .pieces import Pieces
+from .pieces import Pieces, Tensors
 from .watch.history import History
 from .watch.ledger import Ledger
 from .weights import check_shapes

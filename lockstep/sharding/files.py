@@ -13,10 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoint import host_copies, manifest_entry
 from ..distributed import World
-from ..files import flush
-from ..pieces import Piece, Pieces, file_name, write
+from ..files import flush, manifest_entry
+from ..pieces import Piece, Pieces, file_name, host_copies, write
 
 SLOWEST = timedelta(hours=1)
 """How much longer than another one a rank may take to write; one that has exited is noticed at once."""
