@@ -79,6 +79,17 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def seed_generators(self, seed: int) -> None:
+        """Seed torch's global generators of the CPU and of this device, with the same result as `torch.manual_seed`.
+
+        That one also seeds kinds of devices that are not there, and formats a stack trace for each: in every
+        micro-batch it would take longer than all else that the engine does on the host.
+        """
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            torch.cuda.default_generators[index].manual_seed(seed)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks; in place, on the tensor's device."""
         if self.size > 1:

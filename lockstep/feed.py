@@ -13,7 +13,7 @@ from .distributed import World
 from .evaluate import samples_of
 from .exact import Exactness
 from .loader import Fetch, Loader, Preparation, Reader, is_iterable, requests, size_of
-from .rng import Rng, seed_generators
+from .rng import Rng
 from .stream import Slice, Stream
 from .watch.data import DataWatch, Samples, digest
 from .watch.ledger import Ledger
@@ -115,7 +115,7 @@ class Feed:
             self._in_hand.append(micro.samples)
             if len(micro.indices):  # there may be more micro-batches than samples on this rank; the last has some
                 # For dropout alone, all else is keyed: by step and micro-batch, so that it is the same when resumed.
-                seed_generators((self.seed * 1_000_003 + step) * 65_537 + micro.number, self.world.device)
+                self.world.seed_generators((self.seed * 1_000_003 + step) * 65_537 + micro.number)
                 yield micro
 
     @property

@@ -71,15 +71,3 @@ class Rng:
     def bernoulli(self, name: str, p: float, *shape: int) -> Tensor:
         """Return (n, *shape) bool, true with probability p; compared as integers, so rounding cannot change a value."""
         return shift_right(self._bits(name, shape), 40) < round(p * (1 << 24))
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's global generators of the CPU and of this device, with the same result as `torch.manual_seed`.
-
-    That one also seeds kinds of devices that are not there, and formats a stack trace for each: in every micro-batch
-    it would take longer than all else that the engine does on the host.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)

@@ -20,7 +20,6 @@ from .loss import ExactLossSums, Finished, LossSums, Objective, sums_and_weights
 from .outcome import OutOfMemory
 from .parallel import Replica, Tiles, Wire, explain
 from .recipe import Alternates
-from .rng import seed_generators
 from .setup import Setup, sum_exactly
 from .state import TrainState
 from .stream import Slice, Stream
@@ -163,7 +162,8 @@ class TrainStep:
             return self._run_exactly(step, list(batches), stop_request, self.tiles)
         self._request = stop_request
         finished = self._accumulate_gradients(step, batches)
-        agreed = self._agree(OUT_OF_MEMORY if finished is None else stop_request)
+        request = OUT_OF_MEMORY if finished is None else stop_request
+        agreed = self._agree(request) if self.world.size > 1 else request
         if finished is None or agreed == OUT_OF_MEMORY:
             finished, batches = None, iter(())  # frees the memory of the one, and the loader that the other holds
             return self._redo_with_smaller_micro_batches(stop_request)
@@ -192,8 +192,6 @@ class TrainStep:
 
     def _agree(self, request: int) -> int:
         """Return the most urgent of all ranks' requests."""
-        if self.world.size == 1:
-            return request
         if self._answer is not None and request == OUT_OF_MEMORY:
             raise OutOfMemory("there is not enough memory to sum the gradients; use a smaller --batch_size")
         answer = self._answer or self.world.start_all_reduce_max(request)
@@ -226,7 +224,7 @@ class TrainStep:
                 if tiles is not None:
                     tiles.start_tile(micro.number)
                 first = int(micro.samples.index[0])  # not the rank; for dropout alone, all else is keyed
-                seed_generators(((self.seed * 1_000_003 + step) * GOLDEN_GAMMA + first) % 2**64, self.world.device)
+                self.world.seed_generators(((self.seed * 1_000_003 + step) * GOLDEN_GAMMA + first) % 2**64)
                 with nullcontext() if micro.last and sync else self.replica.no_sync():
                     with self.precision.autocast:
                         total, weight, logs = self.replica.forward(
@@ -277,7 +275,8 @@ class TrainStep:
         accumulate = self._accumulate_gradients if tiles.sums.known else self._measure_then_accumulate
         self._request = stop_request
         finished = accumulate(step, batches)
-        agreed = self._agree(OUT_OF_MEMORY if finished is None else stop_request)
+        request = OUT_OF_MEMORY if finished is None else stop_request
+        agreed = self._agree(request) if self.world.size > 1 else request
         if finished is None or agreed == OUT_OF_MEMORY:
             finished = None
             return self._redo_with_smaller_micro_batches(stop_request)

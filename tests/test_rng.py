@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from lockstep.rng import Rng, seed_generators
+from lockstep.distributed import World
+from lockstep.rng import Rng
 
 N = 4000
 
@@ -117,7 +118,7 @@ def test_generators_are_seeded_as_torch_seeds_them(seed: int) -> None:
     try:
         torch.manual_seed(seed)
         expected, state = torch.rand(5), torch.get_rng_state()
-        seed_generators(seed, torch.device("cpu"))
+        World().seed_generators(seed)
         assert torch.rand(5).equal(expected) and torch.get_rng_state().equal(state)
     finally:
         torch.set_rng_state(before)
@@ -126,5 +127,5 @@ def test_generators_are_seeded_as_torch_seeds_them(seed: int) -> None:
 def test_seeding_formats_no_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("traceback.format_stack", None)
     before = torch.get_rng_state()
-    seed_generators(3, torch.device("cpu"))
+    World().seed_generators(3)
     torch.set_rng_state(before)

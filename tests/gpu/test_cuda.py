@@ -16,7 +16,7 @@ from lockstep import checkpoint
 from lockstep.config import Hardware
 from lockstep.distributed import World
 from lockstep.precision import choose
-from lockstep.rng import Rng, seed_generators
+from lockstep.rng import Rng
 from lockstep.watch.drift import checksums
 
 CUDA = torch.device("cuda", 0)
@@ -59,7 +59,7 @@ def test_generators_are_seeded_as_torch_seeds_them() -> None:
     for seed in (3, 2**64 - 5):
         torch.manual_seed(seed)
         expected = torch.rand(5, device=CUDA), torch.rand(5)
-        seed_generators(seed, CUDA)
+        World(device=CUDA).seed_generators(seed)
         assert torch.rand(5, device=CUDA).equal(expected[0]) and torch.rand(5).equal(expected[1])
 
 

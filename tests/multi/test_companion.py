@@ -115,10 +115,13 @@ def test_a_hang_is_reported_with_the_lines(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_all_ranks_start_again_when_one_was_killed(folder: Path) -> None:
-    done = run(["lockstep", "run", "--nproc", "2", "--max_restarts", "1", "script.py", "killed once"], folder)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["done 0 killed once", "done 1 killed once"]
-    assert "lockstep: a rank has failed; all ranks were started again (1 of 1)" in done.stderr
+    """With interpreters of their own: forked ones that leave a group of gloo in a restart were seen to hang."""
+    words = ["--nproc", "2", "--max_restarts", "1", "script.py", "killed once"]
+    process = started(["lockstep", "run", *words], folder, real=True)
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert sorted(said.splitlines()) == ["done 0 killed once", "done 1 killed once"]
+    assert "lockstep: a rank has failed; all ranks were started again (1 of 1)" in errors
 
 
 @pytest.mark.slow
