@@ -153,6 +153,11 @@ class Step(Iterator[Any]):
         self._begun = True
         return next(self._batches)
 
+    @property
+    def untouched(self) -> bool:
+        """Whether none of its micro-batches was taken."""
+        return not self._begun and self._kept is None
+
     def _once(self) -> Iterator[Any]:
         for micro in self.feed.take(self._kept or self.feed.loader.step(), self.number):
             yield micro.batch

@@ -45,6 +45,8 @@ from .watch import Watch
 Collate = Callable[[list[Any]], Any]
 Augment = Callable[[Any, Rng], Any]
 
+_LEFT = "the step was left before its last micro-batch; take all micro-batches of each step"
+
 
 class Run:
     """A training run in a loop of your own: data, gradients, checkpoints and checks, each of which may be used alone.
@@ -183,12 +185,15 @@ class Run:
         now.enter(activity.FIRST_STEP)
         with self.signals:
             while self.step < batching.n_steps:
+                step = Step(self.feed, self.step)
                 try:
-                    yield Step(self.feed, self.step)
+                    yield step
                 except GeneratorExit:  # the loop was left by break, mostly after the work of this step
                     if self.gradients.complete:
                         self._count_step()
                     raise
+                if step.untouched:  # else its samples would be those of the next step
+                    raise ValueError(_LEFT)
                 self.end_step(at_end=self.step + 1 == batching.n_steps)
         self.feed.micro = None
         now.enter(activity.CLOSING)
@@ -239,7 +244,7 @@ class Run:
         `with run.signals:` if it is to be stopped by signals.
         """
         if self.feed.micro is not None and not self.feed.micro.last:
-            raise ValueError("the step was left before its last micro-batch; take all micro-batches of each step")
+            raise ValueError(_LEFT)
         self._count_step()
         self.world.activity.finish_step(self.step, self.world.device.type == "cuda")
         stop_request = self.world.all_reduce_max(self.signals.received)

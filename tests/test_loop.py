@@ -243,6 +243,14 @@ def test_a_run_that_cannot_be_saved_at_its_end_has_failed(tmp_path: Path, monkey
         train(tmp_path, 2)
 
 
+def test_a_step_of_which_nothing_is_taken_is_refused() -> None:
+    """Its samples would be those of the step after it, and so on."""
+    run = lockstep.Run(World(), model=nn.Linear(2, 1))
+    with pytest.raises(ValueError, match="left before its last micro-batch"):
+        for _ in run.steps(SET, 4, n_steps=2):
+            pass
+
+
 def test_a_micro_batch_is_used_once_and_wholly() -> None:
     w = nn.Parameter(torch.ones(()))
     model = nn.ParameterList([w])

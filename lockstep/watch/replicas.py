@@ -8,7 +8,6 @@ make different numbers of steps are no worse off.
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +45,8 @@ class Replicas:
         self.compared: list[int] = []
         """On rank 0: the steps after which the weights were equal."""
         self._failure: str | None = None
+        self._ended_at: int | None = None
+        """The step at which comparing has ended because another rank did not answer."""
         self._apart, self._warned = False, False
         """Whether each rank trains weights of its own that no DDP holds; whether a difference was reported."""
         self._searched, self._sharded, self._held = -1, set[int](), set[int]()
@@ -56,6 +57,8 @@ class Replicas:
 
     def start(self, step: int, parameters: list[Tensor]) -> None:
         """Begin to compare parameters as they are now; neither the device nor another rank is waited for."""
+        if self._ended_at is not None:
+            return
         if len(parameters) != self._searched:  # the search takes a tenth of a second
             self._searched = len(parameters)
             self._search()
@@ -85,11 +88,16 @@ class Replicas:
         self._queue.put(None)
         self._thread.join(_PATIENCE)
         self.raise_failure()
+        if self._ended_at is not None:
+            self.say(f"weights were not compared from step {self._ended_at} on: another rank did not make that step")
 
     def _run(self) -> None:
-        with suppress(Exception):  # the store is gone, or another rank has not come to this step: nothing to compare
-            while (comparison := self._queue.get()) is not None:
+        while (comparison := self._queue.get()) is not None:
+            try:
                 self._exchange(comparison)
+            except Exception:  # the store is gone, or another rank has not come to this step: nothing to compare
+                self._ended_at = comparison.step
+                return
 
     def _exchange(self, comparison: _Comparison) -> None:
         if comparison.ready is not None:

@@ -18,7 +18,7 @@ from multi.test_launch import alive, run, started, wait_for
 Get = Callable[[int], Ranks]
 
 SCRIPT = """
-import os, signal, sys, time
+import gc, os, signal, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -46,6 +46,8 @@ def main():
             print("step", step, flush=True)
             while True:
                 time.sleep(0.1)
+    del model, optimizer, loss  # gloo may hang or abort where DDP outlives its group
+    gc.collect()
     dist.destroy_process_group()
     sys.stdout.write(" ".join(["done", str(rank), *sys.argv[1:]]) + "\\n")
 
