@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NPROC ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo auto || echo 2)
 
-PYTEST ?= --numprocesses 3 --dist load --maxschedchunk 1
+# A test of processes that the machine has disturbed is repeated once, and counted as a rerun in the last line.
+PYTEST ?= --numprocesses 3 --dist load --maxschedchunk 1 --reruns 1
 
 .PHONY: setup train test test-quick zoo lint format docs clean
 
