@@ -161,7 +161,7 @@ def be_rank(folder: Path) -> int:
             run.step._agree = timed  # type: ignore[method-assign]
             run.train_step()
             times[step % 2].extend(waited)
-        ranks = world.gather([1000 * statistics.median(some[2:]) for some in times])
+        ranks = world.gather([1000 * statistics.median(some[2:] or [0.0]) for some in times])
         if world.is_main:
             (folder / "found.json").write_text(json.dumps([statistics.median(r[i] for r in ranks) for i in (0, 1)]))
         run.step.close()

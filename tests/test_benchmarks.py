@@ -135,3 +135,11 @@ def test_exact_picture_draws_both_kinds_of_runs(tmp_path: Path) -> None:
     recipe = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
     said = printed("exact_picture.py", "--recipe", recipe, "--worlds", "1,2", "--steps", "3", "--out", str(picture))
     assert "exact: max weight difference after 3 steps: 0\n" in said and picture.stat().st_size > 10_000
+
+
+def test_the_public_score_says_how_many_findings_are_right() -> None:
+    *rows, last = printed("audit_public.py").splitlines()
+    assert [row.split()[0] for row in rows] == ["error", "warning", "note"]
+    counts = [[int(number) for number in re.findall(r"\d+", row)] for row in rows]
+    assert all(right <= found and known <= there for right, found, known, there in counts)
+    assert re.fullmatch(r"\d+ of \d+ scripts were run", last)
